@@ -1,0 +1,23 @@
+"""The attention backend of the platform."""
+
+from typing import Any
+
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+
+class PoolsOnlyBackend(AttentionBackend):
+    """Carries the memory pools to the forward pass; attention itself is inside the reference model."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Nothing to prepare: the forward pass reads each prefix through ``req_to_token``."""
+
+
+def install() -> None:
+    """Take the name that SGLang forces for V4 architectures."""
+    register_attention_backend("dsv4")(PoolsOnlyBackend)

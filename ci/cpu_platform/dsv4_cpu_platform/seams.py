@@ -1,0 +1,40 @@
+"""The places in SGLang 0.5.23 that refuse a CPU or an out-of-tree platform, and what stands there instead.
+
+SGLang only logs a hook that it cannot apply. None of these can be missed silently: without it the start fails in the
+function that the hook would have replaced.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+ALLOWED_SUBSYSTEMS = ("the DeepSeek-V4 KV pool",)
+
+
+def _rope_without_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The branch for a CPU knows no YaRN; the general one is plain PyTorch."""
+    return original(*args, **{**kwargs, "device": None})
+
+
+def _allow_dsv4_pool(original: Callable[..., Any], platform: Any, *, subsystem: str) -> Any:
+    """The V4 pool is plain tensors and works on a CPU."""
+    return None if subsystem in ALLOWED_SUBSYSTEMS else original(platform, subsystem=subsystem)
+
+
+def _keep_config(original: Callable[..., Any], model_config: Any, *_args: Any, **_kwargs: Any) -> Any:
+    """Upstream pads the one KV head for AMX kernels, which V4's attention refuses."""
+    return model_config
+
+
+HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", _rope_without_device),
+    ("sglang.srt.platforms.interface.reject_out_of_tree_path", _allow_dsv4_pool),
+    ("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _keep_config),
+)
+
+
+def declare() -> None:
+    """Declare the hooks; SGLang applies them, and rebinds every module that imported the originals."""
+    for target, hook in HOOKS:
+        HookRegistry.register(target, hook, HookType.AROUND)

@@ -1,0 +1,143 @@
+"""An independent reading of a native checkpoint: numpy from the format facts, put into transformers' model.
+
+Nothing here comes from the package under test or from the CPU platform. Values: E2M1 is the 4-bit float of the OCP
+Microscaling Formats 1.0, two codes a byte, the low nibble first; E4M3 has bias 7 and no infinities; an E8M0 byte is
+2^(byte - 127); bfloat16 is the upper half of a float32.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def _e4m3_table() -> np.ndarray:
+    byte = np.arange(256)
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    value = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
+    value[byte & 127 == 127] = np.nan
+    return np.where(byte & 128, -value, value).astype(np.float32)
+
+
+E4M3 = _e4m3_table()
+E8M0 = np.append(2.0 ** (np.arange(255) - 127.0), np.nan).astype(np.float32)
+NUMBERS = {"F32": np.float32, "I64": np.int64}
+# native name below `layers.N.` -> transformers name below `model.layers.N.`
+LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    **{f"hc_{block}_{leaf}": f"{block}_hc.{leaf}" for block in ("attn", "ffn") for leaf in ("fn", "base", "scale")},
+    "attn.attn_sink": "self_attn.sinks",
+    "attn.wq_a.weight": "self_attn.q_a_proj.weight",
+    "attn.q_norm.weight": "self_attn.q_a_norm.weight",
+    "attn.wq_b.weight": "self_attn.q_b_proj.weight",
+    "attn.wkv.weight": "self_attn.kv_proj.weight",
+    "attn.kv_norm.weight": "self_attn.kv_norm.weight",
+    "attn.wo_a.weight": "self_attn.o_a_proj.weight",
+    "attn.wo_b.weight": "self_attn.o_b_proj.weight",
+    "attn.compressor.ape": "self_attn.compressor.position_bias",
+    "attn.compressor.norm.weight": "self_attn.compressor.kv_norm.weight",
+    "attn.compressor.wkv.weight": "self_attn.compressor.kv_proj.weight",
+    "attn.compressor.wgate.weight": "self_attn.compressor.gate_proj.weight",
+    "attn.indexer.wq_b.weight": "self_attn.compressor.indexer.q_b_proj.weight",
+    "attn.indexer.weights_proj.weight": "self_attn.compressor.indexer.scorer.weights_proj.weight",
+    "attn.indexer.compressor.ape": "self_attn.compressor.indexer.position_bias",
+    "attn.indexer.compressor.norm.weight": "self_attn.compressor.indexer.kv_norm.weight",
+    "attn.indexer.compressor.wkv.weight": "self_attn.compressor.indexer.kv_proj.weight",
+    "attn.indexer.compressor.wgate.weight": "self_attn.compressor.indexer.gate_proj.weight",
+    "ffn.gate.weight": "mlp.gate.weight",
+    "ffn.gate.bias": "mlp.gate.e_score_correction_bias",
+    "ffn.gate.tid2eid": "mlp.gate.tid2eid",
+    "ffn.shared_experts.w1.weight": "mlp.shared_experts.gate_proj.weight",
+    "ffn.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
+    "ffn.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
+}
+ROOT = {
+    "embed.weight": "model.embed_tokens.weight",
+    "head.weight": "lm_head.weight",
+    "norm.weight": "model.norm.weight",
+    **{f"hc_head_{leaf}": f"model.hc_head.hc_{leaf}" for leaf in ("fn", "base", "scale")},
+}
+
+
+def read_file(path: Path) -> dict[str, tuple[str, list[int], np.ndarray]]:
+    """name -> (safetensors dtype, shape, bytes)."""
+    raw = np.fromfile(path, np.uint8)
+    length = int(raw[:8].view("<u8")[0])
+    header = json.loads(raw[8 : 8 + length].tobytes())
+    header.pop("__metadata__", None)
+    data = raw[8 + length :]
+    return {
+        name: (entry["dtype"], entry["shape"], data[slice(*entry["data_offsets"])]) for name, entry in header.items()
+    }
+
+
+def read_checkpoint(folder: Path) -> dict[str, tuple[str, list[int], np.ndarray]]:
+    """Every tensor of every shard in the folder."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors.update(read_file(path))
+    return tensors
+
+
+def values(tensors: dict, name: str) -> np.ndarray:
+    """The tensor's numbers in float32 (int64 for a table of indices), times its block scales where it has any."""
+    dtype, shape, data = tensors[name]
+    if dtype == "I8":
+        codes = np.stack([data & 15, data >> 4], -1).reshape(shape[0], -1)
+        return E2M1[codes] * _spread(tensors, name, 1, 32)
+    if dtype == "F8_E4M3":
+        numbers = E4M3[data].reshape(shape)
+        return numbers * _spread(tensors, name, 128, 128)[: shape[0], : shape[1]]
+    if dtype == "BF16":
+        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return data.view(NUMBERS[dtype]).reshape(shape)
+
+
+def _spread(tensors: dict, name: str, rows: int, columns: int) -> np.ndarray:
+    dtype, shape, data = tensors[name.removesuffix("weight") + "scale"]
+    scale = (E8M0[data] if dtype == "F8_E8M0" else data.view(np.float32)).reshape(shape)
+    return scale.repeat(rows, 0).repeat(columns, 1)
+
+
+def state(folder: Path) -> dict[str, np.ndarray]:
+    """The transformers state dict of a native checkpoint; draft tensors (``mtp.``) have no place in it."""
+    tensors = read_checkpoint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    names = {native: target for native, target in ROOT.items() if native in tensors}
+    for layer in range(config["num_hidden_layers"]):
+        names |= {
+            f"layers.{layer}.{native}": f"model.layers.{layer}.{target}"
+            for native, target in LAYER.items()
+            if f"layers.{layer}.{native}" in tensors
+        }
+    result = {target: values(tensors, native) for native, target in names.items()}
+    for layer in range(config["num_hidden_layers"]):
+        experts = [f"layers.{layer}.ffn.experts.{expert}" for expert in range(config["n_routed_experts"])]
+        of = {leaf: [values(tensors, f"{expert}.{leaf}.weight") for expert in experts] for leaf in ("w1", "w2", "w3")}
+        gate_up = [np.concatenate(pair) for pair in zip(of["w1"], of["w3"], strict=True)]
+        result[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.stack(gate_up)
+        result[f"model.layers.{layer}.mlp.experts.down_proj"] = np.stack(of["w2"])
+    return result
+
+
+def model(folder: Path) -> torch.nn.Module:
+    """transformers' model of the checkpoint, float32. Its keys must be exactly those of `state`."""
+    config = json.loads((folder / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    fields = {name: value for name, value in config.items() if name not in ("quantization_config", "rope_scaling")}
+    fields["compress_ratios"] = fields["compress_ratios"][:layers]
+    described = DeepseekV4Config(**fields, rope_parameters=dict(config["rope_scaling"]))
+    reference = DeepseekV4ForCausalLM(described).float().eval()
+    reference.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in state(folder).items()})
+    return reference
+
+
+@torch.inference_mode()
+def logits(reference: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    """Full-vocabulary logits of every position, (len(ids), vocabulary), float32."""
+    return reference(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
