@@ -1,0 +1,34 @@
+"""`sglang-dsv4`: check, load, make-tiny, doctor, bench. Exit 0 fine, 1 refused or failed, 2 usage."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from sglang_dsv4 import __version__
+from sglang_dsv4.errors import PREFIX, Dsv4Error
+
+# One module a command; each exports add_parser(subparsers), which sets `run`. Nothing heavy is imported by these.
+COMMANDS = ("check", "load", "make_tiny", "doctor", "bench")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sglang-dsv4", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"sglang-dsv4 {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        importlib.import_module(f"sglang_dsv4.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except Dsv4Error as error:
+        print(f"{PREFIX}{error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of our output went away
+        return 1

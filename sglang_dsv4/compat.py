@@ -1,0 +1,222 @@
+"""The supported SGLang range, and the table of every upstream name we rely on.
+
+Nothing else in the package names an upstream private symbol. A row says what we touch, with which signature, why, and
+when it can go. `install()` declares the hooks, applies them and proves that each took; SGLang itself logs and swallows
+such failures, so we never trust it to have hooked anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sglang_dsv4.errors import HookError, UnsupportedVersionError
+
+SUPPORTED = ">=0.5.20,<0.5.24"
+"""SGLang releases that have every seam of the table. setup.cfg repeats the lower bound only."""
+
+PINNED = "0.5.23"
+"""The release that the test suite runs end to end."""
+
+MODEL_IMPL = "sglang_dsv4"
+"""The word for `--model-impl`."""
+
+EXTERNAL_PACKAGE = "sglang_dsv4.models"
+"""The value of SGLANG_EXTERNAL_MODEL_PACKAGE that selects our classes where no plugin is loaded."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One upstream name we touch.
+
+    target      dotted path below the sglang distribution
+    kind        after, around: a hook on that function or method; step: a named argument-resolution step that we wrap;
+                uses: a name we call or read
+    parameters  leading parameter names that must be there, in this order; None where the target is no function
+    handler     "module:function" of ours, imported only when the hook is declared
+    """
+
+    target: str
+    kind: Literal["after", "around", "step", "uses"]
+    parameters: tuple[str, ...] | None
+    why: str
+    until: str
+    handler: str = ""
+
+
+RESOLUTION_STEPS = "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook"
+HOOK_REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
+NEVER = "as long as the package lives outside SGLang"
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        RESOLUTION_STEPS,
+        "uses",
+        ("name",),
+        "the gate: decides in the parent, before a scheduler is spawned, and costs no import",
+        NEVER,
+    ),
+    Seam(
+        "sglang.srt.arg_groups.pipeline.handle_deprecated_dp_attention",
+        "step",
+        None,
+        "first step: raw arguments; flags, the checkpoint on disk and our version gate are checked here",
+        NEVER,
+        "sglang_dsv4.plugin:on_first_step",
+    ),
+    Seam(
+        "sglang.srt.model_loader.utils.get_model_architecture",
+        "after",
+        ("model_config",),
+        "selects our classes by --model-impl; the registry would ignore the flag",
+        "SGLang dispatches on --model-impl itself",
+        "sglang_dsv4.plugin:choose_class",
+    ),
+    Seam(
+        "sglang.srt.model_loader.loader.DefaultModelLoader._get_all_weights",
+        "around",
+        ("self", "model_config", "model"),
+        "reads only the shards and tensors that this load needs, and marks an initial load",
+        "SGLang lets a model name the tensors it wants",
+        "sglang_dsv4.models.loading.source:open_local",
+    ),
+    Seam(
+        "sglang.srt.model_loader.loader.RunaiModelStreamerLoader._get_all_weights",
+        "around",
+        ("self", "model_config", "model"),
+        "the same for local files and object storage through the RunAI streamer",
+        "SGLang lets a model name the tensors it wants",
+        "sglang_dsv4.models.loading.source:open_streamed",
+    ),
+    Seam(
+        "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader",
+        "uses",
+        ("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id"),
+        "writes routed experts without upstream's search through every expert mapping",
+        NEVER,
+    ),
+    Seam(
+        "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE._map_global_expert_id_to_local_expert_id",
+        "uses",
+        ("self", "expert_id"),
+        "which experts this rank keeps, so that foreign ones are neither read nor missed",
+        "SGLang reports the experts a layer keeps",
+    ),
+)
+
+
+_hooked: list[str] = []  # targets proven to be hooked in this process
+
+
+def installed_version() -> str | None:
+    """SGLang's version from its metadata, without importing it; None when it is not installed."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def require_supported(version: str | None = None) -> str:
+    """The installed SGLang version, or UnsupportedVersionError when it lies outside `SUPPORTED`."""
+    from packaging.specifiers import SpecifierSet
+
+    version = version or installed_version()
+    if version is None:
+        raise UnsupportedVersionError(
+            "SGLang is not installed",
+            expected=f"sglang{SUPPORTED}",
+            remedy=f"Install it beside this package: pip install 'sglang[runai]=={PINNED}'.",
+        )
+    if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
+        raise UnsupportedVersionError(
+            "--model-impl sglang_dsv4 does not support this SGLang release",
+            found=f"sglang {version}",
+            expected=f"sglang{SUPPORTED}",
+            remedy=f"Install sglang=={PINNED}, drop --model-impl sglang_dsv4, or apply the patch series for your release "
+            "(patches/README.md).",
+        )
+    return version
+
+
+def resolve(target: str) -> Any:
+    """The upstream object behind a dotted path; HookError when it is gone."""
+    try:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        raise HookError(
+            f"the upstream name {target} cannot be resolved",
+            found=f"{type(error).__name__}: {error}",
+            expected=f"the name as in sglang {PINNED}",
+            remedy="Install a supported SGLang release, or report this release to the sglang-dsv4 project.",
+        ) from error
+
+
+def check_signature(seam: Seam) -> None:
+    """HookError when the target is gone or does not begin with the parameters of its row."""
+    target = resolve(seam.target)
+    if seam.parameters is None:
+        return
+    found = tuple(inspect.signature(target).parameters)
+    if found[: len(seam.parameters)] != seam.parameters:
+        raise HookError(
+            f"the signature of {seam.target} changed",
+            found=f"({', '.join(found)})",
+            expected=f"({', '.join(seam.parameters)}, ...)",
+            remedy=f"Install sglang {SUPPORTED}; this row exists because: {seam.why}.",
+        )
+
+
+def handler_of(seam: Seam) -> Callable[..., Any]:
+    """The row's handler, imported when it is first called: importing it here would import the model modules too early,
+    which freeze environment flags that argument resolution has yet to write."""
+    module, _, name = seam.handler.partition(":")
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    handler.__name__ = name
+    return handler
+
+
+def add_step(seam: Seam) -> None:
+    """Wrap a named resolution step with the row's handler `fn(server_args, previous)`."""
+    resolve(RESOLUTION_STEPS)(seam.target.rpartition(".")[2])(handler_of(seam))
+
+
+def steps() -> list[Seam]:
+    return [seam for seam in SEAMS if seam.kind == "step"]
+
+
+def install(seams: tuple[Seam, ...] | None = None) -> list[str]:
+    """Check every row, declare the hooks, apply them, and prove that each target is no longer the original.
+
+    Returns the targets that are hooked. Raises HookError for the first row that is gone, changed or did not take.
+    Calling it again is harmless.
+    """
+    rows = SEAMS if seams is None else seams
+    for seam in rows:
+        if seam.kind != "step":
+            check_signature(seam)
+    hooks = [seam for seam in rows if seam.kind in ("after", "around")]
+    fresh = [seam for seam in hooks if seam.target not in _hooked]
+    registry = resolve(HOOK_REGISTRY)
+    kinds = resolve("sglang.srt.plugins.hook_registry.HookType")
+    originals = {seam.target: resolve(seam.target) for seam in fresh}
+    for seam in fresh:
+        registry.register(seam.target, handler_of(seam), kinds[seam.kind.upper()])
+    registry.apply_hooks()
+    for target, original in originals.items():
+        if resolve(target) is original:
+            raise HookError(
+                f"the hook on {target} did not take",
+                found="the original function after HookRegistry.apply_hooks()",
+                expected="our wrapper",
+                remedy="Another plugin has hooked the same target: list the plugins to load in SGLANG_PLUGINS.",
+            )
+        _hooked.append(target)
+    return list(_hooked)

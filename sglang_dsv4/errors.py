@@ -1,0 +1,129 @@
+"""One exception class per broken promise.
+
+Every message has the same four parts: what (a tensor, a flag, a file), what was found, what was expected, and the
+remedy (the flag or value to use). Subclasses of `Dsv4Error` differ only in which promise was broken, so that callers can
+catch one kind; `Dsv4Error` itself is a `ValueError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+PREFIX = "sglang_dsv4: "
+
+
+class Dsv4Error(ValueError):
+    """Base of every error this package raises on purpose.
+
+    `str(error)` is one line per part; the first line names the fault by itself.
+    """
+
+    def __init__(self, what: str, *, found: str = "", expected: str = "", remedy: str = "", details: Sequence[str] = ()):
+        super().__init__(what)
+        self.what = what
+        self.found = found
+        self.expected = expected
+        self.remedy = remedy
+        self.details = tuple(details)
+
+    def __reduce__(self):  # keyword-only arguments must survive a pickle between processes
+        parts = {"found": self.found, "expected": self.expected, "remedy": self.remedy, "details": self.details}
+        return (_rebuild, (type(self), self.what, parts))
+
+    def headline(self) -> str:
+        """The message on one line, as it is printed first on stderr."""
+        parts = [self.what]
+        if self.found:
+            parts.append(f"found {self.found}")
+        if self.expected:
+            parts.append(f"expected {self.expected}")
+        line = "; ".join(parts) + "."
+        return f"{line} {self.remedy}" if self.remedy else line
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline(), *(f"  {line}" for line in self.details)])
+
+
+def _rebuild(cls: type[Dsv4Error], what: str, parts: dict) -> Dsv4Error:
+    return cls(what, **parts)
+
+
+# --- the package and its host -----------------------------------------------------------------------------------------
+
+
+class UnsupportedVersionError(Dsv4Error):
+    """The installed SGLang lies outside the supported range, or is missing."""
+
+
+class HookError(Dsv4Error):
+    """An upstream name we rely on is gone, changed its signature, or our hook on it did not take."""
+
+
+class UnknownArchitectureError(Dsv4Error):
+    """`--model-impl sglang_dsv4` was asked for a model that is no DeepSeek-V4."""
+
+
+class FlagError(Dsv4Error):
+    """An environment flag or command-line option has a value it cannot have, or contradicts another."""
+
+
+class RefusedError(Dsv4Error):
+    """A combination of checkpoint, flags and hardware that cannot work."""
+
+
+# --- the checkpoint on disk -------------------------------------------------------------------------------------------
+
+
+class CheckpointNotFoundError(Dsv4Error):
+    """The model path holds no checkpoint: no folder, no config.json or no weight file."""
+
+
+class ConfigError(Dsv4Error):
+    """config.json cannot be read, or lacks or contradicts something the load needs."""
+
+
+class HeaderError(Dsv4Error):
+    """A safetensors header breaks the format: length, JSON, dtype, shape, offsets, holes or overlaps."""
+
+
+class TruncatedShardError(Dsv4Error):
+    """A shard's size disagrees with what its header promises."""
+
+
+class IndexMismatchError(Dsv4Error):
+    """The index names a shard or tensor that is not there, or two shards hold one name."""
+
+
+class StorageError(Dsv4Error):
+    """Object storage could not be listed or read."""
+
+
+class UnknownDialectError(Dsv4Error):
+    """Tensor names that belong to no known checkpoint dialect."""
+
+
+class LayoutError(Dsv4Error):
+    """The quantisation layout cannot be told, is mixed in a way nobody defined, or contradicts the config."""
+
+
+# --- values and the stream --------------------------------------------------------------------------------------------
+
+
+class NumericsError(Dsv4Error):
+    """A dtype, shape or code that a conversion does not accept (NaN code, scale byte 255, ragged scale)."""
+
+
+class InexactConversionError(NumericsError):
+    """FP4 -> FP8 would round: the values of a block do not fit one power-of-two scale."""
+
+
+class UnmatchedPairError(Dsv4Error):
+    """The stream ended with a weight that lacks its scale, or a scale that lacks its weight."""
+
+
+class StreamError(Dsv4Error):
+    """A tensor arrived twice, or in a dtype or shape that its parameter cannot take."""
+
+
+class IncompleteLoadError(Dsv4Error):
+    """Strict completeness was broken: missing, unexpected or unwritten parameters."""

@@ -1,0 +1,21 @@
+"""The target model. The class keeps upstream's name, which SGLang's argument resolution and registry look for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from sglang.srt.models import deepseek_v4 as upstream
+
+from sglang_dsv4.models.loading.session import load
+from sglang_dsv4.models.loading.wiring import TARGET
+
+
+class DeepseekV4ForCausalLM(upstream.DeepseekV4ForCausalLM):
+    """Upstream's target with our loading."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], is_nextn: bool = False) -> None:
+        load(self, weights, TARGET, super().load_weights)
+
+
+EntryClass = [DeepseekV4ForCausalLM]

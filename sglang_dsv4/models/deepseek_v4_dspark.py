@@ -1,0 +1,21 @@
+"""The DSpark draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from sglang.srt.models import deepseek_v4_dspark as upstream
+
+from sglang_dsv4.models.loading.session import load
+from sglang_dsv4.models.loading.wiring import DSPARK
+
+
+class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
+    """Upstream's DSpark draft with our loading."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        load(self, weights, DSPARK, super().load_weights)
+
+
+EntryClass = [DeepseekV4ForCausalLMDSpark]

@@ -1,0 +1,102 @@
+"""The direct writer: tensors that go to their parameter's own weight loader, past upstream's search.
+
+Upstream's `load_weights` looks for each name in a list of 3 x experts mappings, submits every copy to an unbounded queue and
+holds each unquantised `wo_a` to the end of the stream. Routed experts and `wo_a` are nearly all tensors and nearly all bytes,
+and their place is known from the name alone, so they are written here; everything else goes on to upstream, whose parameter
+list does not show what we have written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sglang_dsv4.errors import StreamError
+from sglang_dsv4.models.loading.wiring import EXPERT_LEAVES, EXPERT_PARAMETERS, Wiring, expert_name
+from sglang_dsv4.stream.bounded import BoundedPool
+from sglang_dsv4.stream.wo_a import is_wo_a
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_dsv4.stream import Named, Stream
+
+
+class DirectWriter:
+    """Takes what it can place out of a stream and yields the rest.
+
+    model: the SGLang module tree under load. pool: where copies of tensors that outlive the next step of their source run;
+    `owned` says whether the source's tensors do.
+    """
+
+    def __init__(self, model: torch.nn.Module, wiring: Wiring, pool: BoundedPool, owned: bool) -> None:
+        self._wiring = wiring
+        self._pool = pool
+        self._owned = owned
+        self._parameters = dict(model.named_parameters())
+        self._fused_shared = getattr(model, "num_fused_shared_experts", 0) > 0
+        self._routed = model.config.n_routed_experts  # type: ignore[union-attr]
+
+    @property
+    def parameters(self) -> set[str]:
+        """Names of the parameters that are ours to write: routed experts, and `wo_a` where it is kept unquantised."""
+        return {name for name, parameter in self._parameters.items() if self._is_ours(name, parameter)}
+
+    def take(self, stream: Stream) -> Iterator[Named]:
+        """Write what is ours; yield what is not. Returns when the stream ends and every copy has been made."""
+        for name, tensor in stream:
+            if not self._write(name, tensor):
+                yield name, tensor
+        self._pool.drain()
+
+    def _is_ours(self, name: str, parameter: torch.nn.Parameter) -> bool:
+        if ".mlp.experts." in name:
+            return True
+        return name.endswith(".wo_a.weight") and parameter.element_size() > 1
+
+    def _write(self, name: str, tensor: torch.Tensor) -> bool:
+        expert = expert_name(name)
+        if expert is not None and (expert.expert is not None or self._fused_shared):
+            leaf = EXPERT_LEAVES.get(expert.leaf, expert.leaf)
+            layer = self._wiring.path(f"{expert.layer}.ffn")
+            target = f"{layer}.experts.{EXPERT_PARAMETERS[expert.projection]}_{leaf}"
+            number = self._routed if expert.expert is None else expert.expert
+            return self._submit(name, tensor, target, (target,), {"shard_id": expert.projection, "expert_id": number})
+        if is_wo_a(name):
+            target = self._wiring.path(name) or ""
+            parameter = self._parameters.get(target)
+            if parameter is not None and self._is_ours(target, parameter):
+                return self._submit(name, tensor, target, (), {})
+        return False
+
+    def _submit(self, name: str, tensor: torch.Tensor, target: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+        parameter = self._parameters.get(target)
+        if parameter is None:
+            raise StreamError(
+                f"{name} has no parameter in the model",
+                found=f"no {target}",
+                expected="one of the model's expert parameters",
+                remedy="The experts' layout on disk and the one SGLang allocated differ: run `sglang-dsv4 check` on the checkpoint.",
+            )
+        loader = parameter.weight_loader  # type: ignore[attr-defined]
+        if self._owned:
+            self._pool.submit(tensor.nbytes, loader, parameter, tensor, *args, **kwargs)
+        else:
+            loader(parameter, tensor, *args, **kwargs)
+        return True
+
+
+@contextmanager
+def hidden_from_upstream(model: torch.nn.Module, names: set[str]) -> Iterator[None]:
+    """Leave `names` out of `model.named_parameters()`, which is where upstream's load_weights looks for what is missing."""
+
+    def visible(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        everything = type(model).named_parameters(model, *args, **kwargs)
+        return ((name, parameter) for name, parameter in everything if name not in names)
+
+    model.named_parameters = visible  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.named_parameters

@@ -1,0 +1,51 @@
+"""What a tensor's dtype may become when it is stored into a parameter.
+
+`copy_` converts silently between any two dtypes: FP8 codes become BF16 weights without their scale, an E8M0 scale below one
+becomes the byte 0. So the pairs that mean what they should are listed, and everything else is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_dsv4.errors import StreamError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+BYTES = (torch.uint8, torch.int8)
+INTEGERS = (torch.int64, torch.int32)
+FP4 = getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def as_stored(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor to hand to the parameter's weight loader, same shape.
+
+    Equal dtypes and widening or narrowing between floats, and between int64 and int32, pass. An E8M0 scale moves as its raw
+    byte into a byte parameter and as its value into a float one; packed FP4 moves as bytes. Raises StreamError otherwise.
+    """
+    source, target = tensor.dtype, parameter.dtype
+    if source == target or (source in FLOATS and target in FLOATS) or (source in INTEGERS and target in INTEGERS):
+        return tensor
+    if target in BYTES and (source in BYTES or source in (torch.float8_e8m0fnu, FP4)):
+        return tensor.view(target)
+    if source == torch.float8_e8m0fnu and target in FLOATS:
+        return tensor
+    if source in FLOATS and target == torch.float8_e8m0fnu:
+        return _exact_powers_of_two(name, tensor)
+    raise StreamError(
+        f"{name} cannot take a tensor of this dtype",
+        found=str(source).removeprefix("torch."),
+        expected=str(target).removeprefix("torch."),
+        remedy="The layout on disk and the one SGLang allocated differ: run `sglang-dsv4 check` on the checkpoint.",
+    )
+
+
+def _exact_powers_of_two(name: str, scale: torch.Tensor) -> torch.Tensor:
+    exact = scale.float().to(torch.float8_e8m0fnu)
+    if not torch.equal(exact.float(), scale.float()):
+        raise StreamError(
+            f"{name} is an E8M0 parameter and the checkpoint's scale is no power of two",
+            found=f"{scale.dtype} values such as {scale.flatten()[0].item()!r}",
+            expected="powers of two between 2^-127 and 2^127",
+            remedy="Use a MoE runner that keeps float32 scales for this checkpoint.",
+        )
+    return exact

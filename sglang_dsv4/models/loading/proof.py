@@ -1,0 +1,147 @@
+"""Proof that every parameter was written.
+
+SGLang's own bookkeeping counts a fused parameter as loaded when any part of it was submitted, so one missing expert among
+many is never seen; and FusedMoE's weight loader returns None both when it writes and when it drops a foreign expert. So every
+parameter's weight loader is wrapped for the time of the load, and what it wrote is recorded after it returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sglang_dsv4.checkpoint.names import collapse
+from sglang_dsv4.models.loading.dtypes import as_stored
+from sglang_dsv4.models.loading.wiring import Kind
+
+if TYPE_CHECKING:
+    import torch
+
+NOT_FROM_THE_CHECKPOINT: tuple[tuple[str, tuple[Kind, ...], str], ...] = (
+    ("attn_mqa.k_scale", ("target", "nextn", "dspark"), "KV cache scale with a default of 1; V4 checkpoints carry none"),
+    ("attn_mqa.v_scale", ("target", "nextn", "dspark"), "KV cache scale with a default of 1; V4 checkpoints carry none"),
+    ("blockscale_swizzled", ("target", "nextn", "dspark"), "scratch copy that post-processing fills"),
+    ("lm_head.", ("nextn",), "shared with the target after the load (set_embed_and_head)"),
+    ("embed_tokens.", ("nextn",), "shared with the target after the load (set_embed_and_head)"),
+)
+"""Parameters that a load may leave unwritten: part of the name, which classes, and why."""
+
+SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}
+"""Fused expert parameter -> the projections that must be written into each of its experts."""
+
+Part = tuple[int | None, str | int | None]
+"""(expert number, shard id) of one write; (None, None) for a parameter that is written whole."""
+
+
+class WriteProof:
+    """Records, for one load of one model, which part of which parameter was written."""
+
+    def __init__(self, model: torch.nn.Module, kind: Kind) -> None:
+        self._model = model
+        self._kind = kind
+        self._parameters = dict(model.named_parameters())
+        self.written: dict[str, set[Part]] = {name: set() for name in self._parameters}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Wrap every parameter's weight loader for the time of the load."""
+        default = _default_loader()
+        undo: list[Callable[[], None]] = []
+        try:
+            for name, parameter in self._parameters.items():
+                undo.append(self._wrap(name, parameter, default))
+            yield
+        finally:
+            for step in undo:
+                step()
+
+    def _wrap(self, name: str, parameter: torch.nn.Parameter, default: Callable) -> Callable[[], None]:
+        # BasevLLMParameter shows its loader through a read-only property; the value behind it is what can be exchanged.
+        slot = "_weight_loader" if isinstance(getattr(type(parameter), "weight_loader", None), property) else "weight_loader"
+        had_own = hasattr(parameter, slot)
+        original = getattr(parameter, slot, default)
+
+        def load(target: torch.nn.Parameter, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            original(target, as_stored(name, target, tensor), *args, **kwargs)
+            self.written[name].add(_part(args, kwargs))
+
+        setattr(parameter, slot, load)
+
+        def restore() -> None:
+            if had_own:
+                setattr(parameter, slot, original)
+            else:
+                delattr(parameter, slot)
+
+        return restore
+
+    def missing(self) -> list[str]:
+        """Every parameter, or part of one, that was not written and should have been; indices collapsed."""
+        holes: list[str] = []
+        modules = dict(self._model.named_modules())
+        for name in self._parameters:
+            if any(part in name and self._kind in kinds for part, kinds, _ in NOT_FROM_THE_CHECKPOINT):
+                continue
+            owner, _, leaf = name.rpartition(".")
+            expected = _expected_parts(modules.get(owner), leaf)
+            holes += [_spell(name, part) for part in sorted(expected - self.written[name], key=repr)]
+        return collapse(holes)
+
+
+def _part(args: tuple, kwargs: dict[str, Any]) -> Part:
+    if "expert_id" in kwargs:
+        return kwargs["expert_id"], kwargs["shard_id"]
+    shard = args[0] if args and isinstance(args[0], int) else None
+    return None, shard
+
+
+def _expected_parts(module: torch.nn.Module | None, leaf: str) -> set[Part]:
+    fused = leaf.partition("_")[0]
+    kept = kept_experts(module) if fused in SHARDS and module is not None else None
+    if kept is not None:
+        return {(expert, shard) for expert in kept for shard in SHARDS[fused]}
+    outputs = getattr(module, "output_sizes", None)
+    if outputs is not None and len(outputs) > 1:  # gate and up of a dense or shared MLP, written as shards 0 and 1
+        return {(None, shard) for shard in range(len(outputs))}
+    return {(None, None)}
+
+
+def kept_experts(layer: torch.nn.Module) -> set[int] | None:
+    """Logical expert numbers that this FusedMoE keeps on this rank (the fused shared expert included).
+
+    None for a module that is no FusedMoE. With redundant experts (EPLB) every logical expert that has a physical copy here.
+    """
+    to_local = getattr(layer, "_map_global_expert_id_to_local_expert_id", None)
+    if to_local is None:
+        return None
+    placement = _expert_placement(layer)
+    count = layer._num_global_routed + layer.num_fused_shared_experts  # type: ignore[operator]
+    if placement is None:
+        return {number for number in range(int(count)) if to_local(number) != -1}
+    logical = placement.num_logical_experts
+    kept = {
+        number
+        for number in range(logical)
+        if any(to_local(physical) != -1 for physical in placement.logical_to_all_physical(layer.layer_id, number))
+    }
+    return kept | {logical + shared for shared in range(int(layer.num_fused_shared_experts))}  # type: ignore[arg-type]
+
+
+def _expert_placement(layer: torch.nn.Module) -> Any:
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    return get_global_expert_location_metadata() if getattr(layer, "uses_expert_location", False) else None
+
+
+def _default_loader() -> Callable:
+    from sglang.srt.model_loader.weight_utils import default_weight_loader
+
+    return default_weight_loader
+
+
+def _spell(name: str, part: Part) -> str:
+    expert, shard = part
+    if expert is not None:
+        return f"{name} expert {expert} {shard}"
+    return name if shard is None else f"{name} shard {shard}"

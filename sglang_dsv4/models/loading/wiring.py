@@ -1,0 +1,65 @@
+"""Where a native tensor name lives in each of the three module trees.
+
+SGLang builds the target as `model.layers.N`, the NextN draft's one layer as `model.decoder` and DSpark's as `stages.S`
+(srt/models/deepseek_v4.py, deepseek_v4_nextn.py, deepseek_v4_dspark.py of 0.5.23). A routed expert's w1 and w3 share the
+parameter `experts.w13_*`, w2 is `experts.w2_*` (FusedMoE.make_expert_params_mapping).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["target", "nextn", "dspark"]
+
+MODULES = {"attn": "self_attn", "ffn": "mlp"}
+"""Native path part -> module name of the two sub-layers."""
+
+EXPERT_PARAMETERS = {"w1": "w13", "w2": "w2", "w3": "w13"}
+"""Projection -> the fused parameter that holds it; the projection is also SGLang's shard id."""
+
+EXPERT_LEAVES = {"scale": "weight_scale_inv"}
+"""Native leaf of an expert tensor -> parameter leaf; others keep their name."""
+
+
+class ExpertName(NamedTuple):
+    """A routed or shared expert tensor: native layer, expert number (None: the shared expert), projection and leaf."""
+
+    layer: str
+    expert: int | None
+    projection: str
+    leaf: str
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """One of the three classes, as the loader sees it: the native root of its layers and where SGLang builds them."""
+
+    kind: Kind
+    native: str
+    module: str
+
+    def path(self, native: str) -> str | None:
+        """Module path of a tensor or module below a layer: "layers.3.attn.wo_a" -> "model.layers.3.self_attn.wo_a".
+
+        None for what this class does not build as a layer (other roots, the embedding, the head).
+        """
+        root, *rest = native.split(".")
+        if root != self.native or not rest or not rest[0].isdigit():
+            return None
+        return ".".join([self.module.format(rest[0]), *(MODULES.get(part, part) for part in rest[1:])])
+
+
+TARGET = Wiring("target", "layers", "model.layers.{}")
+NEXTN = Wiring("nextn", "mtp", "model.decoder")
+DSPARK = Wiring("dspark", "mtp", "stages.{}")
+
+
+def expert_name(name: str) -> ExpertName | None:
+    """Split the native name of an expert tensor; None for anything else."""
+    parts = name.split(".")
+    if len(parts) == 7 and parts[2:4] == ["ffn", "experts"] and parts[4].isdigit() and parts[5] in EXPERT_PARAMETERS:
+        return ExpertName(".".join(parts[:2]), int(parts[4]), parts[5], parts[6])
+    if len(parts) == 6 and parts[2:4] == ["ffn", "shared_experts"] and parts[4] in EXPERT_PARAMETERS:
+        return ExpertName(".".join(parts[:2]), None, parts[4], parts[5])
+    return None

@@ -1,0 +1,129 @@
+"""The one entry point: gate -> declare hooks -> apply -> verify.
+
+`register()` runs in every process that loads SGLang's plugins, whether or not anybody asked for us, so it only adds one
+resolution step and imports nothing else. When that step sees our `--model-impl` in the parent, the hooks are declared,
+applied and verified there, and a marker in the environment makes every child do the same at once.
+
+SGLang logs and swallows what a plugin raises. So a failure in the parent is raised inside argument resolution, which does
+end the start, and a failure in a child ends that child by SystemExit, which SGLang does not catch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from sglang_dsv4 import __version__, compat
+from sglang_dsv4.errors import PREFIX, Dsv4Error, HookError, UnknownArchitectureError
+
+logger = logging.getLogger(__name__)
+
+ENGAGED = "SGLANG_DSV4_PLUGIN_ENGAGED"
+"""Environment marker, set by the parent that was asked for us, read by its children."""
+
+CLASSES = {
+    "DeepseekV4ForCausalLM": "sglang_dsv4.models.deepseek_v4",
+    "DeepseekV4ForCausalLMNextN": "sglang_dsv4.models.deepseek_v4_nextn",
+    "DeepseekV4ForCausalLMDSpark": "sglang_dsv4.models.deepseek_v4_dspark",
+}
+"""Architecture -> the module whose class of the same name we build."""
+
+
+def register() -> None:
+    """Entry point `sglang.srt.plugins: sglang_dsv4`. Cheap and harmless when nobody asks for us."""
+    if os.environ.get(ENGAGED):
+        _engage_in_child()
+        return
+    try:
+        for seam in compat.steps():
+            compat.add_step(seam)
+    except HookError:  # a release older than the resolution steps: still refuse it when we are asked for
+        _refuse_when_asked()
+
+
+def asked(server_args: Any) -> bool:
+    """Whether these SGLang arguments (or the external model package) ask for our classes."""
+    return (
+        getattr(server_args, "model_impl", None) == compat.MODEL_IMPL
+        or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE") == compat.EXTERNAL_PACKAGE
+    )
+
+
+def on_first_step(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """First resolution step, raw arguments: engage, then look at the checkpoint before SGLang does."""
+    if asked(server_args):
+        engage()
+        check_checkpoint(server_args)
+    previous(server_args)
+
+
+def check_checkpoint(server_args: Any) -> None:
+    """Refuse what is wrong on disk in milliseconds: `Dsv4Error` naming the file, the fault and the remedy."""
+    from sglang_dsv4.checkpoint.preflight import preflight
+
+    preflight(server_args.model_path)
+
+
+def engage() -> None:
+    """Install and prove the hooks in a process that was asked for us, and mark the environment for its children."""
+    _install_excepthook()
+    version = compat.require_supported()
+    hooked = compat.install()
+    os.environ[ENGAGED] = __version__
+    logger.info("%s%s takes over DeepSeek-V4 loading on sglang %s (%d hooks)", PREFIX, __version__, version, len(hooked))
+
+
+def _engage_in_child() -> None:
+    try:
+        engage()
+    except Exception as error:  # SGLang would log any Exception and go on without us
+        print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
+
+
+def choose_class(result: tuple[type, str], model_config: Any) -> tuple[type, str] | None:
+    """AFTER get_model_architecture: our class of the same name, when the model config asks for our implementation."""
+    if model_config.model_impl != compat.MODEL_IMPL:
+        return None
+    architecture = result[1]
+    if architecture not in CLASSES:
+        raise UnknownArchitectureError(
+            f"--model-impl {compat.MODEL_IMPL} does not know this architecture",
+            found=architecture,
+            expected=" or ".join(CLASSES),
+            remedy="Drop --model-impl sglang_dsv4 for this model.",
+        )
+    module = __import__(CLASSES[architecture], fromlist=[architecture])
+    return getattr(module, architecture), architecture
+
+
+def _refuse_when_asked() -> None:
+    registry = compat.resolve(compat.HOOK_REGISTRY)
+    kinds = compat.resolve("sglang.srt.plugins.hook_registry.HookType")
+    registry.register("sglang.srt.server_args.ServerArgs.__post_init__", _require_supported_when_asked, kinds.AFTER)
+
+
+def _require_supported_when_asked(_result: Any, server_args: Any) -> None:
+    if asked(server_args):
+        _install_excepthook()
+        compat.require_supported()
+
+
+def _install_excepthook() -> None:
+    """End the process with our message instead of a traceback, when one of our errors is what ends it."""
+    if getattr(sys.excepthook, "_sglang_dsv4", False):
+        return
+    previous = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, Dsv4Error):
+            print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)
+
+    show._sglang_dsv4 = True  # type: ignore[attr-defined]
+    sys.excepthook = show

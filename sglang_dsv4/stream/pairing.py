@@ -1,0 +1,102 @@
+"""The one place where a tensor waits for its partner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from sglang_dsv4.checkpoint.names import collapse
+from sglang_dsv4.errors import StreamError, UnmatchedPairError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_dsv4.stream import Named, Stream
+
+
+class Half(NamedTuple):
+    """One half of a weight + block scale pair. `key` is the name that both halves share (the module)."""
+
+    key: str
+    role: Literal["weight", "scale"]
+
+
+Classify = Callable[[str, "torch.Tensor"], Half | None]
+"""Says which half a tensor is, or None where it needs no partner and passes at once, untouched."""
+
+Convert = Callable[[str, "torch.Tensor", "torch.Tensor"], "Iterator[Named]"]
+"""Turns (key, weight, scale) into the tensors that go on."""
+
+
+@dataclass
+class Ledger:
+    """Bytes that a stage holds: the unmatched halves it cloned, and the pair in conversion.
+
+    `peak` is the maximum of `held` over the load, in bytes. The pair in conversion adds its own inputs and outputs, which
+    the stage never keeps.
+    """
+
+    held: int = 0
+    peak: int = 0
+    pairs: int = 0
+    clones: int = 0
+    waiting: dict[str, tuple[str, str, torch.Tensor]] = field(default_factory=dict)
+
+    def keep(self, half: Half, name: str, tensor: torch.Tensor) -> None:
+        self.waiting[half.key] = (half.role, name, tensor.clone())  # the source may reuse its buffer
+        self.held += tensor.nbytes
+        self.clones += 1
+        self.peak = max(self.peak, self.held)
+
+    def release(self, key: str) -> torch.Tensor:
+        tensor = self.waiting.pop(key)[2]
+        self.held -= tensor.nbytes
+        self.pairs += 1
+        return tensor
+
+
+def pair(stream: Stream, classify: Classify, convert: Convert, ledger: Ledger | None = None) -> Iterator[Named]:
+    """Join weights with their block scales, in either order, and pass everything else through.
+
+    Memory: at any time at most the unmatched halves (cloned, counted in `ledger.held`) and the one pair in conversion.
+
+    Raises StreamError when a half arrives twice while its partner is missing, UnmatchedPairError at the end of the stream
+    when halves are left, listing all of them.
+    """
+    ledger = Ledger() if ledger is None else ledger
+    for name, tensor in stream:
+        half = classify(name, tensor)
+        if half is None:
+            yield name, tensor
+        elif half.key not in ledger.waiting:
+            ledger.keep(half, name, tensor)
+        elif ledger.waiting[half.key][0] == half.role:
+            raise StreamError(
+                f"{name} arrived twice before its partner",
+                found=f"{ledger.waiting[half.key][1]} and {name}",
+                expected=f"one {half.role} and one {'scale' if half.role == 'weight' else 'weight'} for {half.key}",
+                remedy="Two shards define one tensor: download the checkpoint again.",
+            )
+        else:
+            partner = ledger.release(half.key)
+            weight, scale = (tensor, partner) if half.role == "weight" else (partner, tensor)
+            yield from convert(half.key, weight, scale)
+    _refuse_leftovers(ledger)
+
+
+def _refuse_leftovers(ledger: Ledger) -> None:
+    if not ledger.waiting:
+        return
+    lonely: dict[str, list[str]] = {"weight": [], "scale": []}
+    for role, name, _ in ledger.waiting.values():
+        lonely[role].append(name)
+    details = [f"weight without its block scale: {name}" for name in collapse(lonely["weight"])]
+    details += [f"block scale without its weight: {name}" for name in collapse(lonely["scale"])]
+    count = len(ledger.waiting)
+    raise UnmatchedPairError(
+        f"the checkpoint stream ended with {count} unmatched half pair{'s' if count > 1 else ''}",
+        expected="every FP8 or packed FP4 weight with its block scale",
+        remedy="The checkpoint is incomplete, or names its scales in a way we do not know: run `sglang-dsv4 check` on it.",
+        details=details,
+    )
