@@ -7,12 +7,16 @@ from collections.abc import Iterable
 import torch
 from sglang.srt.models import deepseek_v4 as upstream
 
+from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.session import load
 from sglang_dsv4.models.loading.wiring import TARGET
 
 
 class DeepseekV4ForCausalLM(upstream.DeepseekV4ForCausalLM):
     """Upstream's target with our loading."""
+
+    def loading_plan(self) -> Plan:
+        return make_plan(self, TARGET)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], is_nextn: bool = False) -> None:
         load(self, weights, TARGET, super().load_weights)

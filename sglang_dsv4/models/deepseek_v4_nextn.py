@@ -7,12 +7,16 @@ from collections.abc import Iterable
 import torch
 from sglang.srt.models import deepseek_v4_nextn as upstream
 
+from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.session import load
 from sglang_dsv4.models.loading.wiring import NEXTN
 
 
 class DeepseekV4ForCausalLMNextN(upstream.DeepseekV4ForCausalLMNextN):
     """Upstream's NextN draft with our loading."""
+
+    def loading_plan(self) -> Plan:
+        return make_plan(self, NEXTN)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         load(self, weights, NEXTN, super().load_weights)

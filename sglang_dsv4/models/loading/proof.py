@@ -107,7 +107,7 @@ def _expected_parts(module: torch.nn.Module | None, leaf: str) -> set[Part]:
     return {(None, None)}
 
 
-def kept_experts(layer: torch.nn.Module) -> set[int] | None:
+def kept_experts(layer: Any) -> set[int] | None:
     """Logical expert numbers that this FusedMoE keeps on this rank (the fused shared expert included).
 
     None for a module that is no FusedMoE. With redundant experts (EPLB) every logical expert that has a physical copy here.
@@ -116,7 +116,7 @@ def kept_experts(layer: torch.nn.Module) -> set[int] | None:
     if to_local is None:
         return None
     placement = _expert_placement(layer)
-    count = layer._num_global_routed + layer.num_fused_shared_experts  # type: ignore[operator]
+    count = layer._num_global_routed + layer.num_fused_shared_experts
     if placement is None:
         return {number for number in range(int(count)) if to_local(number) != -1}
     logical = placement.num_logical_experts
@@ -125,7 +125,7 @@ def kept_experts(layer: torch.nn.Module) -> set[int] | None:
         for number in range(logical)
         if any(to_local(physical) != -1 for physical in placement.logical_to_all_physical(layer.layer_id, number))
     }
-    return kept | {logical + shared for shared in range(int(layer.num_fused_shared_experts))}  # type: ignore[arg-type]
+    return kept | {logical + shared for shared in range(int(layer.num_fused_shared_experts))}
 
 
 def _expert_placement(layer: torch.nn.Module) -> Any:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.errors import PREFIX, Dsv4Error, IncompleteLoadError
 from sglang_dsv4.models.loading.direct import DirectWriter, hidden_from_upstream
+from sglang_dsv4.models.loading.plan import Plan, make_plan, taking_sharded
 from sglang_dsv4.models.loading.proof import WriteProof
+from sglang_dsv4.models.loading.report import LoadReport
+from sglang_dsv4.models.loading.source import take_pending
 from sglang_dsv4.models.loading.wiring import Wiring
 from sglang_dsv4.stream.bounded import BoundedPool
+from sglang_dsv4.stream.experts import experts_to_fp8
+from sglang_dsv4.stream.select import select
+from sglang_dsv4.stream.shard import shard
 from sglang_dsv4.stream.wo_a import dequantize_wo_a
 
 if TYPE_CHECKING:
@@ -27,32 +34,49 @@ CONSUME_AT_ONCE = "_sglang_runai_streamer_tensor"
 """The mark that makes upstream copy a tensor before the next step and clone the half of a pair it keeps."""
 
 
-def load(model: torch.nn.Module, weights: Stream, wiring: Wiring, upstream: Callable[[Stream], None]) -> None:
+def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream], None]) -> LoadReport:
     """Stream `weights` into `model`: stages, direct writes, the rest through `upstream` (its own load_weights).
 
-    The first load of a model must be complete; later ones (weight updates) may bring a part. Raises Dsv4Error subclasses.
+    The first load of a model, and any that comes from a whole checkpoint, must be complete; a weight update may bring a part.
+    Returns the report, which is also left on the model as `load_report`. Raises Dsv4Error subclasses.
     """
-    initial = not getattr(model, "_dsv4_loaded", False)
+    plan = make_plan(model, wiring)
+    source = take_pending(model)
+    report = LoadReport(type(model).__name__)
     proof = WriteProof(model, wiring.kind)
+    started = time.perf_counter()
+    stream = source.tensors(plan, report) if source is not None else select(weights, plan.share, report.skipped)
     try:
         with ExitStack() as stack:
-            pool = stack.enter_context(BoundedPool(copy_threads(), 1 << 30))
+            stack.enter_context(taking_sharded(model, plan))
+            pool = stack.enter_context(BoundedPool(copy_threads(), queue_bytes()))
             stack.enter_context(proof.watching())
-            writer = DirectWriter(model, wiring, pool, owned=False)
+            writer = DirectWriter(model, wiring, pool, owned=source is not None and source.owned)
             stack.enter_context(hidden_from_upstream(model, writer.parameters))
-            upstream(consumed_at_once(writer.take(stages(model, weights, wiring))))
-        if initial:
+            upstream(consumed_at_once(writer.take(stages(report.count(stream), plan, report))))
+            report.in_flight_peak = pool.peak
+        if source is not None or not hasattr(model, "load_report"):
             require_complete(model, proof)
     except Dsv4Error as error:
         print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
         raise
-    model._dsv4_loaded = True  # type: ignore[assignment]
+    report.spend("total", time.perf_counter() - started)
+    model.load_report = report
+    for line in report.lines():
+        logger.info("%s%s", PREFIX, line)
+    return report
 
 
-def stages(model: torch.nn.Module, weights: Stream, wiring: Wiring) -> Stream:
-    """The pipeline for this model, as a lazy stream of native names."""
-    keeps_fp8_wo_a = getattr(model, "wo_a_fp8", False)
-    return weights if keeps_fp8_wo_a else dequantize_wo_a(weights)
+def stages(stream: Stream, plan: Plan, report: LoadReport) -> Stream:
+    """The pipeline of this load, as a lazy stream of native names: cut, then convert."""
+    stream = shard(stream, plan.cut)
+    if plan.converts_wo_a:
+        stream = dequantize_wo_a(stream, plan.block, report.wo_a)
+    if plan.converts_experts:
+        stream = experts_to_fp8(
+            stream, plan.block, report=report.rounding.__setitem__, ledger=report.experts
+        )
+    return stream
 
 
 def consumed_at_once(stream: Stream) -> Iterator[Named]:
@@ -63,6 +87,7 @@ def consumed_at_once(stream: Stream) -> Iterator[Named]:
 
 
 def require_complete(model: torch.nn.Module, proof: WriteProof) -> None:
+    """IncompleteLoadError listing every parameter, or part of one, that nothing was written into."""
     holes = proof.missing()
     if holes:
         raise IncompleteLoadError(
@@ -76,3 +101,7 @@ def require_complete(model: torch.nn.Module, proof: WriteProof) -> None:
 
 def copy_threads() -> int:
     return min(8, len(os.sched_getaffinity(0)))
+
+
+def queue_bytes() -> int:
+    return 1 << 30

@@ -1,16 +1,183 @@
-"""Where the tensors of an initial load come from."""
+"""Where the tensors of an initial load come from: only the shards that hold what the load needs, only its tensors.
+
+SGLang's loaders are lazy generators over every tensor of every shard. For our classes they are replaced by a source that
+reads the headers first, so that a draft opens its own shards alone and a rank never reads the experts of another one.
+"""
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_dsv4.checkpoint.index import Checkpoint
+from sglang_dsv4.models.loading.report import LoadReport
+
+if TYPE_CHECKING:
+    from sglang_dsv4.models.loading.plan import Plan
+    from sglang_dsv4.stream import Named
+
+PENDING = "_dsv4_source"
+"""Attribute of a model between the moment its loader asks for weights and its load_weights."""
+
+Reader = Callable[[dict[str, list[str]]], "Iterator[Named]"]
+"""Reads {shard: [tensor names in file order]}."""
+
+
+class Loadable(Protocol):
+    """A model class of ours: it can say what it will load before it loads."""
+
+    def loading_plan(self) -> Plan: ...
+
+
+class Source:
+    """The tensors of one initial load, in file order, by the names they have on disk.
+
+    owned: whether a tensor stays valid after the next step (a memory map does, a reused buffer does not).
+    """
+
+    def __init__(self, checkpoint: Checkpoint, read: Reader, *, owned: bool, label: str) -> None:
+        self.checkpoint = checkpoint
+        self.owned = owned
+        self.label = label
+        self._read = read
+
+    def tensors(self, plan: Plan, report: LoadReport) -> Iterator[Named]:
+        """Yield what the plan's share keeps; everything else is counted as skipped and never read."""
+        share = plan.share
+        shards = self.checkpoint.shards_for(lambda name: share.reason_to_skip(name) is None)
+        wanted: dict[str, list[str]] = {}
+        for name in self.checkpoint.names():
+            reason = share.reason_to_skip(name)
+            if reason is not None:
+                report.skipped[reason] += 1
+        for shard in shards:
+            header = self.checkpoint.select([shard])
+            kept = [name for name in header if share.reason_to_skip(name) is None]
+            if kept:
+                wanted[shard] = sorted(kept, key=lambda name: header[name].start)
+        report.source = self.label
+        report.shards_opened, report.shards_total = len(wanted), len(self.checkpoint.shards)
+        report.planned = sum(map(len, wanted.values()))
+        yield from self._read(wanted)
+
+
+def take_pending(model: Any) -> Source | None:
+    """The source that the loader's hook left on the model, at most once."""
+    return model.__dict__.pop(PENDING, None)
 
 
 def open_local(original: Callable[..., Iterator], loader: Any, model_config: Any, model: Any) -> Iterator:
-    """AROUND DefaultModelLoader._get_all_weights."""
-    return original(loader, model_config, model)
+    """AROUND DefaultModelLoader._get_all_weights: memory-mapped (or plain) reads of local safetensors files."""
+    if not hasattr(model, "loading_plan"):
+        return original(loader, model_config, model)
+    path = getattr(model_config, "model_weights", None) or model_config.model_path
+    overrides = getattr(model, "allow_patterns_overrides", None)
+    folder, files, is_safetensors = loader._prepare_weights(path, model_config.revision, False, overrides)
+    if not is_safetensors:
+        return original(loader, model_config, model)
+    options = _model_options()
+    reader = LocalReader(
+        folder,
+        mapped=not options.weight_loader_disable_mmap,
+        read_ahead=options.weight_loader_prefetch_checkpoints,
+        drop_cache=options.weight_loader_drop_cache_after_load,
+    )
+    return _leave(model, Source(Checkpoint.open(folder), reader, owned=True, label=f"{folder} ({reader.kind})"))
 
 
 def open_streamed(original: Callable[..., Iterator], loader: Any, model_config: Any, model: Any) -> Iterator:
-    """AROUND RunaiModelStreamerLoader._get_all_weights."""
-    return original(loader, model_config, model)
+    """AROUND RunaiModelStreamerLoader._get_all_weights: local files or object storage through the RunAI streamer."""
+    if not hasattr(model, "loading_plan"):
+        return original(loader, model_config, model)
+    path = getattr(model_config, "model_weights", None) or model_config.model_path
+    folder, _files = loader._prepare_weights(path, model_config.revision)
+    reader = StreamerReader(folder, distributed=bool(loader._is_distributed))
+    return _leave(model, Source(Checkpoint.open(folder), reader, owned=False, label=f"{folder} (RunAI streamer)"))
+
+
+def _leave(model: Any, source: Source) -> Iterator:
+    setattr(model, PENDING, source)
+    return iter(())  # what load_weights is handed; it finds the source on the model
+
+
+def _model_options() -> Any:
+    from sglang.srt.runtime_context import get_model
+
+    return get_model()
+
+
+class LocalReader:
+    """Reads local shards through safetensors.
+
+    mapped: memory-map (a tensor's pages are read when they are touched) or read each tensor into memory of its own.
+    read_ahead: ask the kernel for the next shard's pages. drop_cache: tell it to forget a shard that is done.
+    """
+
+    def __init__(self, folder: str, *, mapped: bool = True, read_ahead: bool = False, drop_cache: bool = False) -> None:
+        self._folder = Path(folder)
+        self._mapped = mapped
+        self._read_ahead = read_ahead
+        self._drop_cache = drop_cache
+
+    @property
+    def kind(self) -> str:
+        return "memory map" if self._mapped else "read"
+
+    def __call__(self, wanted: dict[str, list[str]]) -> Iterator[Named]:
+        from safetensors import safe_open
+
+        backend = {} if self._mapped else {"backend": "pread"}
+        shards = list(wanted)
+        for number, shard in enumerate(shards):
+            if self._read_ahead:
+                for near in shards[number : number + 2]:
+                    self._advise(near, os.POSIX_FADV_WILLNEED)
+            with safe_open(self._folder / shard, framework="pt", device="cpu", **backend) as file:
+                for name in wanted[shard]:
+                    yield name, file.get_tensor(name)
+            if self._drop_cache:
+                self._advise(shard, os.POSIX_FADV_DONTNEED)
+
+    def _advise(self, shard: str, advice: int) -> None:
+        descriptor = os.open(self._folder / shard, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, advice)
+        finally:
+            os.close(descriptor)
+
+
+class StreamerReader:
+    """Reads shards through the RunAI streamer, from a folder or object storage.
+
+    From 0.17 the streamer is told which tensors to read; older ones read whole shards and reuse one buffer.
+    """
+
+    def __init__(self, folder: str, *, distributed: bool) -> None:
+        self._folder = folder.rstrip("/")
+        self._distributed = distributed
+
+    def __call__(self, wanted: dict[str, list[str]]) -> Iterator[Named]:
+        from runai_model_streamer import SafetensorsStreamer
+
+        names = {name for kept in wanted.values() for name in kept}
+        selects = "tensor_names" in inspect.signature(SafetensorsStreamer.stream_files).parameters
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_files(
+                [f"{self._folder}/{shard}" for shard in wanted],
+                device=self._device(),
+                is_distributed=self._distributed,
+                **({"tensor_names": names} if selects else {}),
+            )
+            for name, tensor in streamer.get_tensors():
+                if name in names:
+                    yield name, tensor
+
+    def _device(self) -> str:
+        if not self._distributed:
+            return "cpu"
+        from sglang.srt.utils import get_device, is_cuda_alike
+
+        return get_device() if is_cuda_alike() else "cpu"
