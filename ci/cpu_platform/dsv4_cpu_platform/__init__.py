@@ -11,8 +11,12 @@ import os
 NAME = "dsv4_cpu"
 
 # Read by SGLang long before the platform object exists, so they are set when the platform is selected.
-# The flag's kernel would be compiled for a GPU at the end of the load.
-ENVIRONMENT_DEFAULTS = {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0"}
+ENVIRONMENT_DEFAULTS = {
+    # its kernel would be compiled for a GPU at the end of the load
+    "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
+    # compiling takes longer than all that a test server computes
+    "TORCH_COMPILE_DISABLE": "1",
+}
 
 
 def selected() -> bool:

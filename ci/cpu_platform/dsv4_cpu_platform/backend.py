@@ -5,6 +5,8 @@ from typing import Any
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from dsv4_cpu_platform.seams import ATTENTION_BACKEND
+
 
 class PoolsOnlyBackend(AttentionBackend):
     """Carries the memory pools to the forward pass; attention itself is inside the reference model."""
@@ -19,5 +21,5 @@ class PoolsOnlyBackend(AttentionBackend):
 
 
 def install() -> None:
-    """Take the name that SGLang forces for V4 architectures."""
-    register_attention_backend("dsv4")(PoolsOnlyBackend)
+    """Take the place of SGLang's own backend of that name."""
+    register_attention_backend(ATTENTION_BACKEND)(PoolsOnlyBackend)

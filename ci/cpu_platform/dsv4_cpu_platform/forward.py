@@ -73,7 +73,7 @@ class ReferenceForward:
         """The parameters changed (a weight update): rebuild before the next step."""
         self._reference = None
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
         """SGLang's signature. ``input_ids``, ``positions``: (T,), all requests of the batch one after the other."""
         if self._reference is None:
@@ -131,7 +131,7 @@ def rows_per_request(input_ids: torch.Tensor, batch: Any) -> list[int]:
 
 
 def logits_as_given(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """In place of the logits processor's own head: what it is handed are the logits already, of the whole vocabulary."""
+    """In place of the logits processor's own head: what it is handed are logits already, of the whole vocabulary."""
     return hidden_states
 
 

@@ -27,6 +27,8 @@ class Cut:
 
 
 Piece = tuple[tuple[Cut, ...], torch.Tensor]
+# As bytes, because torch cannot pickle every dtype: cuts, dtype, shape, (N,) uint8.
+Sent = tuple[tuple[Cut, ...], torch.dtype, torch.Size, torch.Tensor]
 
 
 def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -37,14 +39,23 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     mine = local_pieces(model)
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return {name: tensor for name, (_, tensor) in mine.items()}
-    from sglang.srt.distributed import get_world_group
+    from sglang.srt.distributed.parallel_state import get_world_group
 
     group = get_world_group().cpu_group
-    everyone: list[dict[str, Piece]] = [{} for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather_object(everyone, mine, group=group)
+    received: list[dict[str, Sent]] = [{} for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather_object(received, {name: _send(*piece) for name, piece in mine.items()}, group=group)
+    everyone = [{name: _receive(*sent) for name, sent in pieces.items()} for pieces in received]
     # Pipeline stages hold different names, so the union is over all ranks.
     names = dict.fromkeys(name for pieces in everyone for name in pieces)
     return {name: join(name, [pieces[name] for pieces in everyone if name in pieces]) for name in names}
+
+
+def _send(cuts: tuple[Cut, ...], tensor: torch.Tensor) -> Sent:
+    return cuts, tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8)
+
+
+def _receive(cuts: tuple[Cut, ...], dtype: torch.dtype, shape: torch.Size, raw: torch.Tensor) -> Piece:
+    return cuts, raw.view(dtype).reshape(shape)
 
 
 def local_pieces(model: nn.Module) -> dict[str, Piece]:
@@ -53,7 +64,7 @@ def local_pieces(model: nn.Module) -> dict[str, Piece]:
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{leaf}" if path else leaf
-            pieces[name] = (cuts_of(module, leaf), parameter.detach())
+            pieces[name] = (cuts_of(module, leaf), parameter.data)
     return pieces
 
 
@@ -118,4 +129,4 @@ def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal in shape, dtype and every bit (NaN equals NaN, 0.0 differs from -0.0)."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))

@@ -46,7 +46,9 @@ class Dsv4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bind_ranks(ranks, sorted(os.sched_getaffinity(0))))
 
     def get_default_attention_backend(self) -> str:
-        return "dsv4"
+        from dsv4_cpu_platform.seams import ATTENTION_BACKEND
+
+        return ATTENTION_BACKEND
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         return algorithm.upper() in SPECULATIVE_ALGORITHMS

@@ -7,8 +7,12 @@ function that the hook would have replaced.
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.arg_groups import choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from dsv4_cpu_platform.hashing import murmur_hash32
+
+ATTENTION_BACKEND = "dsv4"  # the name that SGLang forces for V4 architectures
 ALLOWED_SUBSYSTEMS = ("the DeepSeek-V4 KV pool",)
 
 
@@ -27,14 +31,26 @@ def _keep_config(original: Callable[..., Any], model_config: Any, *_args: Any, *
     return model_config
 
 
+def _invariant_already(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> None:
+    """Upstream swaps in GPU kernels; the reference runs one sequence at a time, so no batch can change its bits."""
+
+
+def _hash_in_numpy(_original: Callable[..., Any], *args: Any) -> Any:
+    return murmur_hash32(*args)
+
+
 HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", _rope_without_device),
     ("sglang.srt.platforms.interface.reject_out_of_tree_path", _allow_dsv4_pool),
+    ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", _hash_in_numpy),
+    ("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _invariant_already),
     ("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _keep_config),
 )
 
 
 def declare() -> None:
     """Declare the hooks; SGLang applies them, and rebinds every module that imported the originals."""
+    choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    choices.add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     for target, hook in HOOKS:
         HookRegistry.register(target, hook, HookType.AROUND)

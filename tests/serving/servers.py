@@ -1,0 +1,140 @@
+"""A real SGLang server on the CPU platform: started on a free port, watched until healthy, stopped with its children."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+OURS, UPSTREAM = "sglang_dsv4", "auto"
+THREADS = 2  # the same in the servers and in the oracle: float32 sums depend on it
+
+
+@dataclass
+class Server:
+    """A running server. ``log`` holds its stdout and stderr together."""
+
+    process: subprocess.Popen
+    port: int
+    log: Path
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON answer. A refusal of the server raises ``urllib.error.HTTPError``."""
+        with self._open(path, body) as answer:
+            return json.load(answer)
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a streamed answer, without the closing ``[DONE]``."""
+        with self._open(path, body | {"stream": True}) as answer:
+            for line in answer:
+                event = line.decode().strip().removeprefix("data:").strip()
+                if event and event != "[DONE]":
+                    yield json.loads(event)
+
+    def generate(self, prompt: str | Sequence[int], tokens: int, **body: Any) -> dict[str, Any]:
+        """``/generate`` greedily, ``tokens`` tokens; a prompt is text or token ids."""
+        return self.post("/generate", generate_body(prompt, tokens) | body)
+
+    def _open(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            self.url(path), json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        return urllib.request.urlopen(request, timeout=120)
+
+
+def generate_body(prompt: str | Sequence[int], tokens: int) -> dict[str, Any]:
+    """The body of a greedy ``/generate`` request that runs to its length."""
+    given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+    return given | {"sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment for a child on the CPU platform."""
+    return os.environ | {"SGLANG_PLATFORM": "dsv4_cpu", "OMP_NUM_THREADS": str(THREADS)} | extra
+
+
+def command(model: Path | str, *arguments: str, port: int, model_impl: str = OURS) -> list[str]:
+    """The command line of a server."""
+    start = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--model-impl", model_impl]
+    return [*start, "--host", "127.0.0.1", "--port", str(port), *arguments]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def serving(
+    model: Path | str,
+    *arguments: str,
+    log: Path,
+    model_impl: str = OURS,
+    env: dict[str, str] | None = None,
+    timeout: float = 180,
+) -> Iterator[Server]:
+    """A healthy server for the time of the block.
+
+    Raises RuntimeError with the end of its log when it ends before it is healthy, or is not healthy in ``timeout`` s.
+    """
+    port = free_port()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command(model, *arguments, port=port, model_impl=model_impl),
+            env=environment(**(env or {})),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    server = Server(process, port, log)
+    try:
+        _wait_until_healthy(server, timeout)
+        yield server
+    finally:
+        stop(process)
+
+
+def _wait_until_healthy(server: Server, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while server.process.poll() is None and time.monotonic() < deadline:
+        try:
+            # 503 while it warms up
+            urllib.request.urlopen(server.url("/health"), timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.3)
+    end = server.log.read_text(errors="replace")[-6000:]
+    raise RuntimeError(f"the server is not healthy (exit status {server.process.poll()}):\n{end}")
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End the server and every process that it started, by their ids."""
+    try:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        _signal(member, "terminate")
+    _, left = psutil.wait_procs(family, timeout=10)
+    for member in left:
+        _signal(member, "kill")
+    process.wait(timeout=10)
+
+
+def _signal(member: psutil.Process, method: str) -> None:
+    try:
+        getattr(member, method)()
+    except psutil.NoSuchProcess:
+        return
