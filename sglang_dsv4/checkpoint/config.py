@@ -1,0 +1,298 @@
+"""config.json, normalised: one spelling of everything the load needs, whatever wrote the file.
+
+Read are the released form (`compress_ratios`, `rope_scaling`, `num_hash_layers`), the form that transformers 5 saves
+(`layer_types` + `compress_rates`, `rope_parameters`, `mlp_layer_types`), and V4.1's nested `text_config`.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from sglang_dsv4.checkpoint.names import shorten
+from sglang_dsv4.errors import ConfigError, UnknownArchitectureError
+
+ARCHITECTURES = {
+    "DeepseekV4ForCausalLM": "v4",
+    "DeepseekV4ForCausalLMNextN": "v4",
+    "DeepseekV4ForCausalLMDSpark": "v4",
+    "DeepseekV41ForCausalLM": "v4.1",
+}
+"""Architecture in config.json -> family."""
+
+LAYER_TYPE_RATES = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+"""transformers' layer types and their default compression (transformers 5.19.0, deepseek_v4)."""
+
+LEGAL_RATIOS = {"v4": (0, 4, 128), "v4.1": (0, 1, 2)}
+"""Compression ratio of a layer: 0 sliding window only, 4 CSA, 128 HCA; V4.1 has its own three."""
+
+SIZES = {
+    "H": "hidden_size",
+    "NL": "num_hidden_layers",
+    "NH": "num_attention_heads",
+    "HD": "head_dim",
+    "QL": "q_lora_rank",
+    "OG": "o_groups",
+    "OL": "o_lora_rank",
+    "E": "n_routed_experts",
+    "K": "num_experts_per_tok",
+    "I": "moe_intermediate_size",
+    "NS": "n_shared_experts",
+    "HC": "hc_mult",
+    "IH": "index_n_heads",
+    "IHD": "index_head_dim",
+    "V": "vocab_size",
+}
+"""Symbol of the format description -> config key; each a positive integer in every V4 config."""
+
+_DEFAULTS = {"HD": 512, "HC": 4, "IHD": 128, "NS": 1}  # some configs leave these to the model class
+_INFERENCE_KEYS = ("dim", "n_layers", "n_heads", "moe_inter_dim")  # DeepSeek's inference/config.json
+
+
+@dataclass(frozen=True, slots=True)
+class DSparkFacts:
+    """The draft that a DSpark release bundles: `dspark_*` keys. Stages are counted from the tensors, not from here."""
+
+    block_size: int
+    markov_rank: int
+    target_layer_ids: tuple[int, ...]
+    noise_token_id: int | None
+    n_routed_experts: int | None
+    num_experts_per_tok: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantFacts:
+    """What quantization_config says; `raw` is the section itself.
+
+    `block` is the edge lengths (rows, columns) of an FP8 block. `routed_experts` is `routed_experts_quant_method`.
+    """
+
+    method: str | None = None
+    block: tuple[int, int] | None = None
+    scale_fmt: str | None = None
+    routed_experts: str | None = None
+    moe_algo: str | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfigFacts:
+    """A DeepSeek-V4 config.json by the symbols of the format description.
+
+    `ratios` has one entry per main layer; `draft_ratios` holds what the file lists beyond them (0 or 1 per draft stage,
+    read with tolerance). `hash_layers` is how many leading layers route by token id. `raw` is the file, with V4.1's
+    `text_config` merged in.
+    """
+
+    architecture: str
+    family: str
+    sizes: Mapping[str, int]
+    ratios: tuple[int, ...]
+    draft_ratios: tuple[int, ...]
+    hash_layers: int
+    nextn_layers: int
+    dspark: DSparkFacts | None
+    expert_dtype: str | None
+    quant: QuantFacts
+    tie_word_embeddings: bool
+    swiglu_limit: float | None
+    raw: Mapping[str, Any]
+
+    def __getitem__(self, symbol: str) -> int:
+        """A size by its symbol, as in `config["H"]`."""
+        return self.sizes[symbol]
+
+    @classmethod
+    def from_json(cls, parsed: object, *, where: str = "config.json") -> ModelConfigFacts:
+        """Normalise a parsed config.json.
+
+        Raises:
+            UnknownArchitectureError: the config of another model, named.
+            ConfigError: a key is missing, has an impossible value, or two keys contradict each other.
+        """
+        reader = _Reader(parsed, where)
+        architecture, family = reader.architecture()
+        ratios, beyond = _ratios(reader, family)
+        return cls(
+            architecture=architecture,
+            family=family,
+            sizes={symbol: reader.size(key, _DEFAULTS.get(symbol)) for symbol, key in SIZES.items()},
+            ratios=ratios,
+            draft_ratios=beyond,
+            hash_layers=_hash_layers(reader) if family == "v4" else 0,
+            nextn_layers=reader.integer("num_nextn_predict_layers", 0),
+            dspark=_dspark(reader),
+            expert_dtype=reader.text("expert_dtype") or reader.quant_text("expert_dtype"),
+            quant=_quant(reader),
+            tie_word_embeddings=bool(reader.values.get("tie_word_embeddings", False)),
+            swiglu_limit=reader.values.get("swiglu_limit"),
+            raw=reader.values,
+        )
+
+
+class _Reader:
+    """Typed access to the keys of one config file; every fault names key, found and expected."""
+
+    def __init__(self, parsed: object, where: str):
+        self.where = where
+        if not isinstance(parsed, dict):
+            raise ConfigError(
+                f"{where}: no JSON object", found=type(parsed).__name__, remedy="Download the file again."
+            )
+        nested = parsed.get("text_config")
+        self.values: dict[str, Any] = {**nested, **parsed} if isinstance(nested, dict) else parsed
+        quant = self.values.get("quantization_config") or {}
+        if not isinstance(quant, dict):
+            self.fail("quantization_config", quant, "an object")
+        self.quant: dict[str, Any] = quant
+
+    def fail(self, key: str, found: object, expected: str, remedy: str = "") -> NoReturn:
+        text = "no such key" if found is None else shorten(reprlib.repr(found))
+        raise ConfigError(f"{self.where}: {key}", found=text, expected=expected, remedy=remedy)
+
+    def architecture(self) -> tuple[str, str]:
+        listed = self.values.get("architectures")
+        if listed is None and all(key in self.values for key in _INFERENCE_KEYS[:3]):
+            self.fail(
+                ", ".join(key for key in _INFERENCE_KEYS if key in self.values),
+                "the spelling of DeepSeek's inference code",
+                "Hugging Face's (hidden_size, num_hidden_layers, architectures)",
+                "Take config.json from the top of the released repository, not from its inference folder.",
+            )
+        if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
+            self.fail("architectures", listed, f"one of {', '.join(ARCHITECTURES)}")
+        for name in listed:
+            if name in ARCHITECTURES:
+                return name, ARCHITECTURES[name]
+        model_type = self.values.get("model_type")
+        raise UnknownArchitectureError(
+            f"{self.where}: no DeepSeek-V4 model",
+            found=shorten(f"{', '.join(listed)} (model_type {model_type})"),
+            expected=", ".join(ARCHITECTURES),
+            remedy="Leave out --model-impl sglang_dsv4 for this model, or check the model path.",
+        )
+
+    def size(self, key: str, default: int | None) -> int:
+        value = self.values.get(key, default)
+        if type(value) is not int or not 0 < value < 2**31:
+            self.fail(key, value, "a positive integer")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if type(value) is not int or not 0 <= value < 2**31:
+            self.fail(key, value, "an integer of 0 or more")
+        return value
+
+    def optional(self, key: str) -> int | None:
+        return None if self.values.get(key) is None else self.integer(key)
+
+    def integers(self, key: str) -> tuple[int, ...] | None:
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
+            self.fail(key, value, "a list of integers of 0 or more")
+        return tuple(value)
+
+    def text(self, key: str) -> str | None:
+        return self._text(key, self.values.get(key))
+
+    def quant_text(self, key: str) -> str | None:
+        return self._text(f"quantization_config.{key}", self.quant.get(key))
+
+    def _text(self, key: str, value: object) -> str | None:
+        if value is not None and not isinstance(value, str):
+            self.fail(key, value, "a string")
+        return value.lower() if value else None
+
+
+def _ratios(reader: _Reader, family: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Compression ratio of each main layer, and of what comes after them, from whichever spelling is there."""
+    layers = reader.size("num_hidden_layers", None)
+    ratios, types = reader.integers("compress_ratios"), _ratios_from_types(reader)
+    if ratios is None and types is None:
+        # A default would be wrong: transformers' own has CSA and HCA the other way round than the released Flash.
+        reader.fail(
+            "compress_ratios", None, "one ratio per layer, or layer_types", "Copy it from the original release."
+        )
+    if ratios is not None and types is not None and ratios[:layers] != types[:layers]:
+        reader.fail("compress_ratios", list(ratios[:layers]), f"{list(types[:layers])}, which layer_types says")
+    found = ratios if ratios is not None else types or ()
+    legal = LEGAL_RATIOS[family]
+    key = "compress_ratios" if ratios is not None else "layer_types"
+    if len(found) < layers:
+        reader.fail(key, f"{len(found)} entries", f"{layers} (num_hidden_layers) or more")
+    for layer, ratio in enumerate(found):
+        if ratio not in legal:
+            reader.fail(f"{key}[{layer}]", ratio, f"one of {', '.join(map(str, legal))}")
+    return found[:layers], found[layers:]
+
+
+def _ratios_from_types(reader: _Reader) -> tuple[int, ...] | None:
+    types = reader.values.get("layer_types")
+    if types is None:
+        return None
+    rates = dict(LAYER_TYPE_RATES)
+    given = reader.values.get("compress_rates") or {}
+    if not isinstance(given, dict):
+        reader.fail("compress_rates", given, "an object of layer type -> rate")
+    for name, rate in given.items():
+        if name not in rates or type(rate) is not int:
+            reader.fail("compress_rates", given, f"integers for {', '.join(rates)}")
+        rates[name] = rate
+    if not isinstance(types, list) or any(not isinstance(name, str) or name not in rates for name in types):
+        reader.fail("layer_types", types, f"a list of {', '.join(rates)}")
+    return tuple(rates[name] for name in types)
+
+
+def _hash_layers(reader: _Reader) -> int:
+    kinds = reader.values.get("mlp_layer_types")
+    if kinds is None:
+        return reader.integer("num_hash_layers")
+    count = kinds.count("hash_moe") if isinstance(kinds, list) else 0
+    if not isinstance(kinds, list) or kinds != ["hash_moe"] * count + ["moe"] * (len(kinds) - count):
+        reader.fail("mlp_layer_types", kinds, "hash_moe for the first layers, then moe")
+    if reader.integer("num_hash_layers", count) != count:
+        reader.fail("num_hash_layers", reader.values["num_hash_layers"], f"{count}, which mlp_layer_types says")
+    return count
+
+
+def _dspark(reader: _Reader) -> DSparkFacts | None:
+    if not any(key.startswith("dspark_") for key in reader.values):
+        return None
+    targets = reader.integers("dspark_target_layer_ids")
+    if not targets:
+        reader.fail("dspark_target_layer_ids", targets, "the layers whose states the draft reads")
+    return DSparkFacts(
+        block_size=reader.size("dspark_block_size", None),
+        markov_rank=reader.size("dspark_markov_rank", None),
+        target_layer_ids=targets,
+        noise_token_id=reader.optional("dspark_noise_token_id"),
+        n_routed_experts=reader.optional("dspark_n_routed_experts"),
+        num_experts_per_tok=reader.optional("dspark_num_experts_per_tok"),
+    )
+
+
+def _quant(reader: _Reader) -> QuantFacts:
+    block = reader.quant.get("weight_block_size")
+    if block is not None:
+        if not isinstance(block, list) or len(block) != 2 or any(type(edge) is not int or edge <= 0 for edge in block):
+            reader.fail("quantization_config.weight_block_size", block, "two positive integers")
+        block = (block[0], block[1])
+    return QuantFacts(
+        method=reader.quant_text("quant_method"),
+        block=block,
+        scale_fmt=reader.quant_text("scale_fmt"),
+        routed_experts=reader.quant_text("routed_experts_quant_method"),
+        moe_algo=reader.quant_text("moe_quant_algo"),
+        raw=reader.quant,
+    )

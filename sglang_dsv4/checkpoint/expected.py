@@ -1,0 +1,222 @@
+"""Which tensors a DeepSeek-V4 of given sizes must have, and where a checkpoint differs: missing, unexpected, wrong.
+
+Every layer kind is spelled out in `modules`; here the rows meet the tensors. Names are reported natively and collapsed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sglang_dsv4.checkpoint.config import ModelConfigFacts
+from sglang_dsv4.checkpoint.formats import classify, role, shape_faults
+from sglang_dsv4.checkpoint.modules import (
+    NOT_TEXT,
+    STACKED,
+    Kind,
+    Module,
+    derived,
+    layer_modules,
+    root_modules,
+    stage_modules,
+)
+from sglang_dsv4.checkpoint.names import collapse, join_indices
+from sglang_dsv4.checkpoint.view import Indices, NativeView, Parts
+from sglang_dsv4.errors import IncompleteLoadError
+
+_FLOATS = ("BF16", "F32", "F16")
+_INTEGERS = ("I64", "I32")
+
+
+@dataclass(frozen=True, slots=True)
+class Completeness:
+    """Every difference between a checkpoint and the model its config describes, by native name, collapsed.
+
+    `absent` lists what may be absent and is: sinks, an own head, a draft's own embedding.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    wrong: tuple[str, ...]
+    absent: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        return not (self.missing or self.unexpected or self.wrong)
+
+    def raise_if_incomplete(self, where: str) -> None:
+        """One IncompleteLoadError that lists everything; nothing when the checkpoint is complete."""
+        if self.complete:
+            return
+        groups = (("missing", self.missing), ("unexpected", self.unexpected), ("wrong", self.wrong))
+        raise IncompleteLoadError(
+            f"{where}: the tensors are not those of the model in config.json",
+            found=", ".join(f"{len(lines)} kinds {word}" for word, lines in groups if lines),
+            remedy="Use the config.json of this checkpoint, or download the missing files.",
+            details=[f"{word}: {line}" for word, lines in groups for line in lines],
+        )
+
+
+def compare(
+    view: NativeView, config: ModelConfigFacts, *, draft: str | None, stages: int, block: int | None
+) -> Completeness:
+    """Compare a checkpoint's tensors with the model of its config.
+
+    Args:
+        view: the tensors; one with no `layers.*` is taken as a separate draft.
+        draft: "mtp" or "dspark", None without draft stages.
+        stages: number of draft stages, as found in the names.
+        block: edge of the FP8 block, as detected; None without FP8.
+    """
+    return _Comparison(view, config, block).run(draft, stages)
+
+
+class _Comparison:
+    def __init__(self, view: NativeView, config: ModelConfigFacts, block: int | None):
+        self.view, self.config = view, config
+        self.block = (block or 128, block or 128)
+        self.missing: list[str] = []
+        self.unexpected = [info.name for info in view.unknown]
+        self.absent: list[str] = []
+        self.faults: dict[str, list[str]] = {}  # fault -> names
+        self.expected: dict[str, set[Indices]] = {}
+        self.verdicts: dict[tuple, tuple[tuple[str, str], ...]] = {}
+
+    def run(self, draft: str | None, stages: int) -> Completeness:
+        config = self.config
+        if any(place.startswith("layers.*.") for place in self.view.modules):
+            size = derived(config)
+            self._rows(root_modules(config.family), "", [()], size)
+            rows = self._stack(layer_modules(config.family), "layers.*.")
+            for layer in range(config["NL"]):
+                here = [row for row in rows if _exists(row, config, layer)]
+                self._rows(here, "layers.*.", [(layer,)], _with_rows(size, config, layer))
+        if draft is not None:
+            size = derived(config, stage=True)
+            rows = self._stack(stage_modules(config.family, draft), "mtp.*.")
+            for stage in range(stages):
+                here = [row for row in rows if _in_stage(row, stage, stages)]
+                self._rows(here, "mtp.*.", [(stage,)], size)
+        self._surplus()
+        wrong = [f"{line}: {fault}" for fault, names in self.faults.items() for line in collapse(names)]
+        return Completeness(
+            *(tuple(part) for part in (collapse(self.missing), collapse(self.unexpected), wrong, collapse(self.absent)))
+        )
+
+    def _stack(self, rows: Sequence[Module], prefix: str) -> Sequence[Module]:
+        if not self.view.place(f"{prefix}ffn.experts.gate_up_proj"):
+            return rows
+        return [row for row in rows if row.kind is not Kind.EXPERT] + list(STACKED)
+
+    def _rows(self, rows: Iterable[Module], prefix: str, indices: list[Indices], size: dict[str, int]) -> None:
+        experts: list[Indices] = [(e,) for e in range(size["E"])]
+        for row in rows:
+            place = prefix + row.place
+            shape = tuple(size[symbol] for symbol in row.shape)
+            group = self.view.place(place)
+            tails = experts if row.kind is Kind.EXPERT else [()]
+            for at in (start + tail for start in indices for tail in tails):
+                self.expected.setdefault(place, set()).add(at)
+                parts = group.get(at)
+                if parts is not None:
+                    self._check(row, place, at, parts, shape)
+                else:
+                    names = self.absent if row.optional else self.missing
+                    names.append(_name(place, at, "" if row.kind in _WHOLE else "weight"))
+
+    def _check(self, row: Module, place: str, at: Indices, parts: Parts, shape: tuple[int, ...]) -> None:
+        key = (place, shape, tuple((suffix, info.dtype, info.shape) for suffix, info in parts.items()))
+        verdict = self.verdicts.get(key)
+        if verdict is None:
+            verdict = self.verdicts[key] = tuple(self._judge(row, parts, shape))
+        for suffix, fault in verdict:
+            if fault == _MISSING:
+                self.missing.append(_name(place, at, suffix))
+            elif fault == _UNEXPECTED:
+                self.unexpected.append(_name(place, at, suffix))
+            else:
+                self.faults.setdefault(fault, []).append(_name(place, at, suffix))
+
+    def _judge(self, row: Module, parts: Parts, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+        """(suffix, fault) of everything wrong with one module's tensors."""
+        if row.kind in (Kind.LINEAR, Kind.EXPERT):
+            yield from self._judge_linear(parts, shape, self.block)
+        elif row.kind is Kind.TABLE:
+            yield from self._judge_linear(parts, shape, (1, 32))
+        else:
+            wanted = "" if row.kind in _WHOLE else "weight"
+            for suffix in parts:
+                if suffix != wanted:
+                    yield suffix, _UNEXPECTED
+            if wanted not in parts:
+                yield wanted, _MISSING
+                return
+            info = parts[wanted]
+            found = info.shape[: len(shape)] if row.kind is Kind.STACK else info.shape
+            if found != shape:
+                yield wanted, _differs(info.shape, shape)
+            dtypes = _INTEGERS if row.kind is Kind.IDS else _FLOATS
+            if row.kind is not Kind.STACK and info.dtype not in dtypes:
+                yield wanted, f"found dtype {info.dtype}, expected {' or '.join(dtypes)}"
+
+    def _judge_linear(self, parts: Parts, shape: tuple[int, ...], block: tuple[int, int]) -> Iterator[tuple[str, str]]:
+        by_role = {role(suffix): (suffix, info) for suffix, info in parts.items()}
+        rule = classify({name: info.dtype for name, (_, info) in by_role.items()})
+        if rule is not None:
+            shapes = {name: info.shape for name, (_, info) in by_role.items()}
+            for name, found, wanted in shape_faults(rule, shapes, shape, block):
+                yield by_role[name][0], _differs(found, wanted)
+        elif "weight" not in by_role and "weight_packed" not in by_role and "qweight" not in by_role:
+            yield "weight", _MISSING
+        elif by_role.keys() == {"weight"}:
+            yield "scale", _MISSING
+        else:
+            for suffix, info in by_role.values():
+                yield suffix, f"found dtype {info.dtype}, in no known set of siblings ({', '.join(sorted(parts))})"
+
+    def _surplus(self) -> None:
+        for place, group in self.view.modules.items():
+            if place.startswith(NOT_TEXT) and self.config.family == "v4.1":
+                continue
+            for at in group.keys() - self.expected.get(place, set()):
+                self.unexpected += (_name(place, at, suffix) for suffix in group[at])
+
+
+_WHOLE = (Kind.BARE, Kind.IDS, Kind.STACK)
+_MISSING, _UNEXPECTED = "missing", "unexpected"
+
+
+def _name(place: str, at: Indices, suffix: str) -> str:
+    name = join_indices(place, list(map(str, at)))
+    return f"{name}.{suffix}" if suffix else name
+
+
+def _differs(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    return f"found shape {list(found)}, expected {list(expected)}"
+
+
+def _exists(row: Module, config: ModelConfigFacts, layer: int) -> bool:
+    """Whether a target layer has a row, by the layer's kind."""
+    ratio, hashed, raw = config.ratios[layer], layer < config.hash_layers, config.raw
+    kv_source = layer in (raw.get("kv_source_layer_ids") or ())
+    return {
+        "every": True,
+        "hash": hashed,
+        "router": not hashed,
+        "csa": ratio == 4,
+        "hca": ratio == 128,
+        "kv_source": kv_source,
+        "gated_kv_source": kv_source and ratio > 1,
+        "index_source": layer in (raw.get("index_source_layer_ids") or ()),
+        "engram": layer in (raw.get("engram_layer_ids") or ()),
+    }[row.where]
+
+
+def _in_stage(row: Module, stage: int, stages: int) -> bool:
+    return {"first": stage == 0, "last": stage == stages - 1}.get(row.where, True)
+
+
+def _with_rows(size: dict[str, int], config: ModelConfigFacts, layer: int) -> dict[str, int]:
+    """V4.1's Engram tables have a size of their own per layer."""
+    layers, rows = config.raw.get("engram_layer_ids") or [], config.raw.get("engram_num_embeddings") or []
+    return size | {"ROWS": rows[layers.index(layer)]} if layer in layers and len(rows) == len(layers) else size

@@ -1,0 +1,317 @@
+"""How a checkpoint stores its weights, told from the headers alone, for the target and its draft apart.
+
+The two may differ: an NVFP4 target comes with an MXFP4 draft, an FP8 target with an FP4 one. What config.json claims is
+compared with what is found, and the differences are returned as data: whoever decides, decides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from sglang_dsv4.checkpoint.config import ModelConfigFacts
+from sglang_dsv4.checkpoint.formats import Format, Rule, classify, role, square_blocks, weight_role
+from sglang_dsv4.checkpoint.headers import TensorInfo
+from sglang_dsv4.checkpoint.index import Checkpoint
+from sglang_dsv4.checkpoint.modules import KINDS, Kind
+from sglang_dsv4.checkpoint.names import ranges, samples
+from sglang_dsv4.checkpoint.view import NativeView, Parts
+from sglang_dsv4.errors import LayoutError
+
+_PREFERRED_BLOCKS = (128, 32)  # V4's and V4.1's, where small shapes leave a choice
+
+
+class DraftKind(Enum):
+    """What the `mtp.*` tensors are; whether they bring an embedding and a head is in `Layout`."""
+
+    NONE = "none"
+    MTP = "mtp"
+    DSPARK = "dspark"
+
+
+class Evidence(NamedTuple):
+    """The tensor that decided, by its name in the file, with its dtype and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """How the routed experts of the target or the draft are stored; `format` is None when there are none.
+
+    `scale_dtype` is the label of the block or group scale, None without one; `stacked` means one tensor per layer and
+    projection, as transformers keeps them.
+    """
+
+    format: Format | None
+    scale_dtype: str | None = None
+    evidence: tuple[Evidence, ...] = ()
+    stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayout:
+    """How the other linears are stored.
+
+    `formats` counts linears by format; `block` is the edge of the square FP8 block (None without FP8 linears) and
+    `scale_dtype` its label. `wo_a` gives each layer's, `mixed_wo_a` is whether they differ.
+    """
+
+    formats: dict[Format, int]
+    block: int | None
+    scale_dtype: str | None
+    wo_a: dict[int, Format]
+
+    @property
+    def mixed_wo_a(self) -> bool:
+        return len(set(self.wo_a.values())) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a checkpoint holds. `stages` counts draft stages by their names; `own_*` is what the draft brings itself."""
+
+    target: ExpertLayout
+    target_dense: DenseLayout
+    draft: ExpertLayout
+    draft_dense: DenseLayout
+    draft_kind: DraftKind
+    stages: int
+    own_embedding: bool
+    own_head: bool
+
+
+class Disagreement(NamedTuple):
+    """A claim of config.json that the tensors do not bear out."""
+
+    key: str
+    claimed: str
+    found: str
+    evidence: str
+
+
+def detect_layout(checkpoint: Checkpoint | NativeView, config: ModelConfigFacts | None = None) -> Layout:
+    """The layout of a checkpoint; reads all headers unless a view is given.
+
+    `config` only breaks the tie where small shapes fit several FP8 blocks; a checkpoint brings its own.
+
+    Raises:
+        LayoutError: routed experts in several formats or in none that is known, an FP8 weight without its scale, draft
+            stages with a gap or of no known kind, FP8 scales that fit no block.
+    """
+    view = checkpoint if isinstance(checkpoint, NativeView) else NativeView(checkpoint.tensors.values())
+    config = checkpoint.config if isinstance(checkpoint, Checkpoint) else config
+    hint = config.quant.block[0] if config is not None and config.quant.block else None
+    stages = view.stages()
+    if stages != list(range(len(stages))):
+        raise LayoutError(
+            "the draft has a gap in its stages",
+            found=f"mtp.{ranges(stages)}",
+            expected=f"mtp.{ranges(range(len(stages)))}",
+        )
+    return Layout(
+        target=_experts(view, "layers.*.", "target"),
+        target_dense=_dense(view, "layers.*.", hint),
+        draft=_experts(view, "mtp.*.", "draft"),
+        draft_dense=_dense(view, "mtp.*.", hint),
+        draft_kind=_draft_kind(view) if stages else DraftKind.NONE,
+        stages=len(stages),
+        own_embedding=any(view.place(f"mtp.*.{place}") for place in ("emb.tok_emb", "embed")),
+        own_head=bool(view.place("mtp.*.head")),
+    )
+
+
+# --- routed experts ---------------------------------------------------------------------------------------------------
+
+
+def _experts(view: NativeView, prefix: str, whose: str) -> ExpertLayout:
+    if stacked := _stacked_modules(view, prefix):
+        found = [(_rule_of(parts), parts) for parts in stacked]
+    else:
+        places = [f"{prefix}ffn.experts.*.{w}" for w in ("w1", "w2", "w3")]
+        found = _distinct(parts for place in places for parts in view.place(place).values())
+    if not found:
+        return ExpertLayout(None)
+    formats: dict[Format | None, list[Parts]] = {}
+    for rule, parts in found:
+        formats.setdefault(rule.format if rule else None, []).append(parts)
+    if len(formats) > 1 or None in formats:
+        details = [f"{form.value if form else 'unknown'}: {_describe(some[0])}" for form, some in formats.items()]
+        raise LayoutError(
+            f"the {whose}'s routed experts are stored in "
+            + ("several formats" if len(formats) > 1 else "a format that is not known"),
+            found=", ".join(form.value if form else "unknown" for form in formats),
+            expected="one of " + ", ".join(form.value for form in Format),
+            remedy="Use a checkpoint whose routed experts share one format.",
+            details=details,
+        )
+    rule, parts = found[0]
+    return ExpertLayout(
+        rule.format if rule else None,
+        scale_dtype=_scale_dtype(parts),
+        evidence=tuple(Evidence(info.name, info.dtype, info.shape) for info in parts.values()),
+        stacked=bool(stacked),
+    )
+
+
+def _stacked_modules(view: NativeView, prefix: str) -> list[Parts]:
+    modules = []
+    for name in ("gate_up_proj", "down_proj"):
+        scales = view.place(f"{prefix}ffn.experts.{name}_scale")
+        for indices, parts in view.place(f"{prefix}ffn.experts.{name}").items():
+            scale = {"scale": scales[indices][""]} if indices in scales else {}
+            modules.append({"weight": parts[""], **scale})
+    return modules
+
+
+def _distinct(modules: Iterable[Parts]) -> list[tuple[Rule | None, Parts]]:
+    """One module for each distinct set of siblings and dtypes, with the rule that fits it; the most common first."""
+    first: dict[tuple[tuple[str, str], ...], Parts] = {}
+    count: Counter[tuple[tuple[str, str], ...]] = Counter()
+    for parts in modules:
+        key = tuple((suffix, info.dtype) for suffix, info in parts.items())
+        count[key] += 1
+        first.setdefault(key, parts)
+    return [(_rule_of(first[key]), first[key]) for key, _ in count.most_common()]
+
+
+def _rule_of(parts: Parts) -> Rule | None:
+    return classify({role(suffix): info.dtype for suffix, info in parts.items()})
+
+
+def _scale_dtype(parts: Parts) -> str | None:
+    return next((info.dtype for suffix, info in parts.items() if role(suffix) in ("scale", "scales")), None)
+
+
+def _describe(parts: Parts) -> str:
+    return ", ".join(f"{info.name} {info.dtype}" for info in parts.values())
+
+
+# --- the other linears ------------------------------------------------------------------------------------------------
+
+
+def _dense(view: NativeView, prefix: str, hint: int | None) -> DenseLayout:
+    formats: Counter[Format] = Counter()
+    wo_a: dict[int, Format] = {}
+    pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[TensorInfo, TensorInfo]] = {}
+    for place, group in view.modules.items():
+        if not place.startswith(prefix) or KINDS.get(place) is not Kind.LINEAR:
+            continue
+        for indices, parts in group.items():
+            rule = _rule_of(parts)
+            if rule is None:
+                raise _unknown_linear(parts)
+            formats[rule.format] += 1
+            if place.endswith(".attn.wo_a"):
+                wo_a[indices[0]] = rule.format
+            if rule.format is Format.FP8:
+                by_role = {role(suffix): info for suffix, info in parts.items()}
+                weight, scale = by_role[weight_role(rule)], by_role["scale"]
+                pairs.setdefault((weight.shape, scale.shape), (weight, scale))
+    scale_dtype = next((scale.dtype for _, scale in pairs.values()), None)
+    return DenseLayout(dict(formats), _block(pairs.values(), hint), scale_dtype, wo_a)
+
+
+def _unknown_linear(parts: Parts) -> LayoutError:
+    alone = {role(suffix) for suffix in parts} == {"weight"}
+    info = next(iter(parts.values()))
+    return LayoutError(
+        f"{info.name}: {'a quantised weight without its scale' if alone else 'stored in a way that is not known'}",
+        found=_describe(parts),
+        expected="scale, weight_scale or weight_scale_inv beside it" if alone else "a known set of siblings",
+        remedy="Download the checkpoint again, or use a complete conversion.",
+    )
+
+
+def _block(pairs: Iterable[tuple[TensorInfo, TensorInfo]], hint: int | None) -> int | None:
+    """The one square block that explains every FP8 scale's shape."""
+    fitting: set[int] | None = None
+    for weight, scale in pairs:
+        edges = square_blocks(weight.shape, scale.shape)
+        both = edges if fitting is None else fitting & edges
+        if not both:
+            raise LayoutError(
+                f"{scale.name}: the scale fits no square block that the other scales fit",
+                found=f"{list(scale.shape)} beside {list(weight.shape)}",
+                expected=f"blocks of {ranges(fitting or edges)}" if fitting or edges else "blocks of 16 to 256",
+            )
+        fitting = both
+    if fitting is None:
+        return None
+    return next((edge for edge in (hint, *_PREFERRED_BLOCKS) if edge in fitting), min(fitting))
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+def _draft_kind(view: NativeView) -> DraftKind:
+    marks = {
+        DraftKind.MTP: [place for place in ("e_proj", "h_proj", "enorm") if view.place(f"mtp.*.{place}")],
+        DraftKind.DSPARK: [place for place in ("main_proj", "main_norm") if view.place(f"mtp.*.{place}")],
+    }
+    kinds = [kind for kind, found in marks.items() if found]
+    if len(kinds) != 1:
+        names = (f"mtp.{i[0]}" for place, group in view.modules.items() if place.startswith("mtp.*.") for i in group)
+        raise LayoutError(
+            "the draft is of no known kind" if not kinds else "the draft is MTP and DSpark at once",
+            found=", ".join(mark for found in marks.values() for mark in found) or ", ".join(samples(names)),
+            expected="e_proj, h_proj and enorm (MTP), or main_proj and main_norm (DSpark)",
+        )
+    return kinds[0]
+
+
+# --- config.json against the tensors ----------------------------------------------------------------------------------
+
+_EXPERT_DTYPES = {
+    "fp4": {
+        Format.FP4,
+        Format.QUARK_FP4,
+        Format.NVFP4,
+        Format.NVFP4_CT,
+        Format.MXFP4_CT,
+    },  # NVFP4 builds leave it at fp4
+    "fp8": {Format.FP8},
+    "bf16": {Format.BF16},
+}
+_EXPERT_METHODS = {
+    "mxfp4": {Format.FP4, Format.QUARK_FP4},
+    "nvfp4": {Format.NVFP4, Format.NVFP4_CT},
+    "fp8": {Format.FP8},
+}
+
+
+def disagreements(config: ModelConfigFacts, layout: Layout) -> list[Disagreement]:
+    """Where config.json and the tensors tell different stories."""
+    found = []
+    experts = layout.target if layout.target.format else layout.draft
+    evidence = str(experts.evidence[0]) if experts.evidence else ""
+    quant = config.quant
+    for key, claim, table in (
+        ("expert_dtype", config.expert_dtype, _EXPERT_DTYPES),
+        ("quantization_config.routed_experts_quant_method", quant.routed_experts, _EXPERT_METHODS),
+    ):
+        if claim is not None and experts.format is not None and experts.format not in table.get(claim, set()):
+            found.append(Disagreement(key, claim, experts.format.value, evidence))
+    block = layout.target_dense.block or layout.draft_dense.block
+    if quant.block is not None and block is not None and quant.block != (block, block):
+        found.append(
+            Disagreement("quantization_config.weight_block_size", str(list(quant.block)), str([block] * 2), "")
+        )
+    if quant.method is None and any(
+        form is not Format.BF16 for form in (experts.format, *layout.target_dense.formats) if form
+    ):
+        found.append(Disagreement("quantization_config", "absent", "quantised tensors", evidence))
+    claimed = len(config.dspark.target_layer_ids) if config.dspark else None
+    if layout.draft_kind is DraftKind.DSPARK and claimed != layout.stages:
+        found.append(Disagreement("dspark_target_layer_ids", str(claimed), f"{layout.stages} stages", "mtp.*"))
+    if layout.draft_kind is DraftKind.MTP and config.dspark is not None:
+        found.append(Disagreement("dspark_*", "a DSpark draft", "an MTP draft", "mtp.0.e_proj"))
+    return found

@@ -1,0 +1,181 @@
+"""Where a checkpoint lies: a folder, a snapshot in the Hugging Face cache, or a prefix in object storage.
+
+A `Storage` lists its files with their sizes and reads byte ranges; nothing else in this room touches file or socket.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_dsv4.errors import CheckpointNotFoundError, StorageError
+
+OBJECT_SCHEMES = ("s3", "gs", "az")
+"""The schemes that SGLang 0.5.23 and the RunAI streamer read (srt/utils/runai_utils.py)."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")  # two letters or more: C:// is a drive
+_HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+_UNFINISHED = (".incomplete", ".part", ".crdownload", ".aria2")
+
+
+@dataclass(slots=True)
+class Counters:
+    """What was read so far: files opened (or range requests sent) for data, listings, and bytes received."""
+
+    reads: int = 0
+    listings: int = 0
+    bytes_read: int = 0
+
+
+class Storage(ABC):
+    """Files of one checkpoint by name, at the top level only (SGLang reads no sub-folders either)."""
+
+    first_read: int = 8
+    """Bytes worth asking for when only a header's start is wanted; large where a request costs more than its bytes."""
+    parallel: int = 1
+    """Requests worth having under way at once."""
+
+    def __init__(self, uri: str):
+        self.uri = uri
+        self.counters = Counters()
+
+    def list(self) -> dict[str, int]:
+        """File name -> size in bytes. Raises StorageError."""
+        self.counters.listings += 1
+        return self._list()
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        """Exactly `length` bytes of `name` from byte `start`. Raises StorageError when there are fewer."""
+        if length == 0:
+            return b""
+        data = self._read(name, start, length)
+        self.counters.reads += 1
+        self.counters.bytes_read += len(data)
+        if len(data) != length:
+            raise StorageError(
+                f"{self.locate(name)}: short read",
+                found=f"{len(data)} bytes at offset {start}",
+                expected=f"{length}",
+                remedy="The file changed while it was read, or the connection broke; try again.",
+            )
+        return data
+
+    def locate(self, name: str) -> str:
+        """The full name of a file, for messages."""
+        return f"{self.uri.rstrip('/')}/{name}"
+
+    def unfinished(self) -> Sequence[str]:
+        """Leftovers of downloads that were not finished, for messages."""
+        return []
+
+    @abstractmethod
+    def _list(self) -> dict[str, int]: ...
+
+    @abstractmethod
+    def _read(self, name: str, start: int, length: int) -> bytes: ...
+
+
+class LocalStorage(Storage):
+    """A folder on disk, a snapshot of the Hugging Face cache included."""
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        super().__init__(os.fspath(folder))
+        self.folder = Path(folder)
+
+    def _list(self) -> dict[str, int]:
+        sizes = {}
+        try:
+            with os.scandir(self.folder) as entries:
+                for entry in entries:
+                    if not entry.is_dir():
+                        sizes[entry.name] = self._size(entry)
+        except OSError as error:
+            raise StorageError(f"{self.uri}: cannot be listed", found=error.strerror or str(error)) from error
+        return sizes
+
+    def _size(self, entry: os.DirEntry[str]) -> int:
+        try:
+            return entry.stat().st_size
+        except FileNotFoundError:
+            raise StorageError(
+                f"{self.locate(entry.name)}: the file is a link to nothing",
+                found=os.readlink(entry.path),
+                remedy="Download the checkpoint again; its cache lost this file.",
+            ) from None
+
+    def _read(self, name: str, start: int, length: int) -> bytes:
+        try:
+            with open(self.folder / name, "rb", buffering=0) as file:
+                return os.pread(file.fileno(), length, start)
+        except OSError as error:
+            raise StorageError(f"{self.locate(name)}: cannot be read", found=error.strerror or str(error)) from error
+
+    def unfinished(self) -> Sequence[str]:
+        """Half-downloaded files here, in `.cache/huggingface/download`, and among the blobs of a cached snapshot."""
+        places = [self.folder, self.folder / ".cache" / "huggingface" / "download"]
+        if self.folder.parent.name == "snapshots":
+            places.append(self.folder.parent.parent / "blobs")
+        return [
+            str(path) for place in places if place.is_dir() for path in sorted(place.iterdir()) if _unfinished(path)
+        ]
+
+
+def _unfinished(path: Path) -> bool:
+    return path.suffix in _UNFINISHED
+
+
+def open_storage(uri: str | os.PathLike[str], *, revision: str | None = None, cache_dir: str | None = None) -> Storage:
+    """The storage behind a model path, as given to `--model-path`.
+
+    A folder that exists is that folder. `s3://`, `gs://` and `az://` are object storage; schemes are lower case (the
+    streamer does not know others). Anything else is a Hugging Face repository that must be in the local cache already,
+    at `revision` (default: main); nothing is downloaded.
+
+    Raises:
+        CheckpointNotFoundError: no such folder, and no such repository in the cache.
+        StorageError: an unknown scheme, or a client library that is missing.
+    """
+    text = os.fspath(uri)
+    if scheme := _SCHEME.match(text):
+        return _open_object_storage(text, scheme[1])
+    if os.path.isdir(text):
+        return LocalStorage(text)
+    if os.path.exists(text):
+        raise CheckpointNotFoundError(
+            f"{text}: the model path is a file", expected="the folder that holds config.json and the shards"
+        )
+    snapshot = _cached_snapshot(text, revision, cache_dir) if _HUB_ID.fullmatch(text) else None
+    if snapshot is None:
+        raise CheckpointNotFoundError(
+            f"{text}: no such model folder, and no such repository in the Hugging Face cache",
+            remedy=f"Check the path, or run `hf download {text}` first."
+            if _HUB_ID.fullmatch(text)
+            else "Check the path.",
+        )
+    return LocalStorage(snapshot)
+
+
+def _open_object_storage(uri: str, scheme: str) -> Storage:
+    known = ", ".join(f"{name}://" for name in OBJECT_SCHEMES)
+    if scheme.lower() in OBJECT_SCHEMES and scheme not in OBJECT_SCHEMES:
+        raise StorageError(f"{uri}: write the scheme in lower case", found=f"{scheme}://", expected=known)
+    if scheme not in OBJECT_SCHEMES:
+        raise StorageError(f"{uri}: unknown kind of storage", found=f"{scheme}://", expected=f"a folder, {known}")
+    from sglang_dsv4.checkpoint.objects import open_objects
+
+    return open_objects(uri)
+
+
+def _cached_snapshot(repository: str, revision: str | None, cache_dir: str | None) -> Path | None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.file_download import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(repository, "config.json", cache_dir=cache_dir, revision=revision)
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
