@@ -50,6 +50,7 @@ class Seam:
 
 
 RESOLUTION_STEPS = "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook"
+OVERRIDABLE_STEPS = "sglang.srt.arg_groups.resolution_hooks._OVERRIDABLE_HOOKS"
 HOOK_REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
 NEVER = "as long as the package lives outside SGLang"
 
@@ -183,8 +184,22 @@ def handler_of(seam: Seam) -> Callable[..., Any]:
     return handler
 
 
+def check_step(seam: Seam) -> None:
+    """HookError when SGLang no longer lets this resolution step be wrapped."""
+    name = seam.target.rpartition(".")[2]
+    known = resolve(OVERRIDABLE_STEPS)
+    if name not in known:
+        raise HookError(
+            f"the argument-resolution step {name} is gone",
+            found=f"{len(known)} other steps",
+            expected=f"the step as in sglang {PINNED}",
+            remedy=f"Install sglang {SUPPORTED}; this row exists because: {seam.why}.",
+        )
+
+
 def add_step(seam: Seam) -> None:
     """Wrap a named resolution step with the row's handler `fn(server_args, previous)`."""
+    check_step(seam)
     resolve(RESOLUTION_STEPS)(seam.target.rpartition(".")[2])(handler_of(seam))
 
 

@@ -110,12 +110,14 @@ def _layers(model: Any, wiring: Wiring) -> range:
 
 def _wo_a_cuts(modules: dict[str, torch.nn.Module], block: tuple[int, int]) -> dict[str, tuple[int, int]]:
     """Cut where a rank's rows are whole blocks; elsewhere the full tensor is converted and upstream cuts the result."""
+    from sglang.srt.layers.linear import get_group_rank_size
+
     cuts = {}
     for path, module in modules.items():
         if path.endswith(".wo_a") and module.weight.shape[0] % block[0] == 0:  # type: ignore[union-attr, operator]
-            count = module.output_size // module.weight.shape[0]  # type: ignore[union-attr, operator]
+            rank, count = get_group_rank_size(module.tp_group)
             if count > 1:
-                cuts[path] = (int(module.tp_rank), int(count))  # type: ignore[arg-type]
+                cuts[path] = (rank, count)
     return cuts
 
 

@@ -19,6 +19,7 @@ from sglang_dsv4.models.loading.source import take_pending
 from sglang_dsv4.models.loading.wiring import Wiring
 from sglang_dsv4.stream.bounded import BoundedPool
 from sglang_dsv4.stream.experts import experts_to_fp8
+from sglang_dsv4.stream.progress import progress
 from sglang_dsv4.stream.select import select
 from sglang_dsv4.stream.shard import shard
 from sglang_dsv4.stream.wo_a import dequantize_wo_a
@@ -53,7 +54,7 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
             stack.enter_context(proof.watching())
             writer = DirectWriter(model, wiring, pool, owned=source is not None and source.owned)
             stack.enter_context(hidden_from_upstream(model, writer.parameters))
-            upstream(consumed_at_once(writer.take(stages(report.count(stream), plan, report))))
+            upstream(consumed_at_once(writer.take(stages(progress(report.count(stream), report.planned, report.model), plan, report))))
             report.in_flight_peak = pool.peak
         if source is not None or not hasattr(model, "load_report"):
             require_complete(model, proof)

@@ -45,7 +45,7 @@ class Source:
         self._read = read
 
     def tensors(self, plan: Plan, report: LoadReport) -> Iterator[Named]:
-        """Yield what the plan's share keeps; everything else is counted as skipped and never read."""
+        """What the plan's share keeps; everything else is counted as skipped and never read. Plans at once, reads lazily."""
         share = plan.share
         shards = self.checkpoint.shards_for(lambda name: share.reason_to_skip(name) is None)
         wanted: dict[str, list[str]] = {}
@@ -61,7 +61,7 @@ class Source:
         report.source = self.label
         report.shards_opened, report.shards_total = len(wanted), len(self.checkpoint.shards)
         report.planned = sum(map(len, wanted.values()))
-        yield from self._read(wanted)
+        return self._read(wanted)
 
 
 def take_pending(model: Any) -> Source | None:

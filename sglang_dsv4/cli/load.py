@@ -1,0 +1,101 @@
+"""`sglang-dsv4 load`: load a checkpoint through SGLang's own loader in this process, and say what was done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import resource
+import sys
+import time
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from sglang_dsv4.errors import RefusedError
+
+CPU_PLATFORM = "dsv4_cpu"
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "load",
+        help="load a checkpoint as one rank of a server would, without serving",
+        description=__doc__,
+        epilog="Anything after -- goes to SGLang's argument parser, such as -- --weight-loader-disable-mmap.",
+    )
+    parser.add_argument("model", help="folder, hub id in the local cache, or s3:// gs:// az:// URI")
+    parser.add_argument("--load-format", choices=("auto", "safetensors", "runai_streamer"), default="auto")
+    parser.add_argument("--draft", action="store_true", help="load the NextN or DSpark draft that the checkpoint bundles")
+    parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--tp-rank", type=int, default=0)
+    parser.add_argument("--ep-size", type=int)
+    parser.add_argument("--pp-size", type=int, default=1)
+    parser.add_argument("--pp-rank", type=int, default=0)
+    parser.add_argument("--moe-runner-backend")
+    parser.add_argument("--digests", type=Path, metavar="FILE", help="write {parameter: sha256 of its bytes} here")
+    parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+    parser.add_argument("--verbose", action="store_true", help="SGLang's own log lines on stderr")
+    parser.add_argument("server_arguments", nargs="*", metavar="-- ARGUMENT", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    require_device()
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, stream=sys.stderr)
+    report, found = load(args)
+    if args.digests is not None:
+        args.digests.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        print("\n".join(report["lines"]))
+    return 0
+
+
+def load(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """Load as the arguments say; returns the report and the digests of the loaded parameters."""
+    from sglang_dsv4.models.loading.rank import Place, digests, load_model, parallel_context, server_arguments
+
+    arguments = server_arguments(
+        args.model,
+        load_format=args.load_format,
+        tp_size=args.tp_size,
+        ep_size=args.ep_size,
+        pp_size=args.pp_size,
+        moe_runner_backend=args.moe_runner_backend,
+    )
+    arguments += ["--log-level", "info" if args.verbose else "warning"]
+    arguments += [item for item in args.server_arguments if item != "--"]
+    with parallel_context(arguments, Place(args.tp_rank, args.pp_rank)) as server_args:
+        started = time.perf_counter()
+        model = load_model(server_args, draft=args.draft)
+        seconds = time.perf_counter() - started
+        found = digests(model) if args.digests is not None else {}
+        report = model.load_report.as_json()  # type: ignore[operator, union-attr]
+        lines = model.load_report.lines()  # type: ignore[operator, union-attr]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    lines.append(f"built, loaded and post-processed in {seconds:.2f} s; peak resident memory {peak / 2**30:.2f} GiB")
+    return {**report, "seconds_in_all": round(seconds, 3), "peak_rss_bytes": peak, "lines": lines}, found
+
+
+def require_device() -> None:
+    """Choose the CPU platform where there is no GPU; RefusedError when that platform is not installed.
+
+    Must run before SGLang is imported.
+    """
+    if os.environ.get("SGLANG_PLATFORM"):
+        return
+    import torch
+
+    if torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available()):
+        return
+    if CPU_PLATFORM not in {entry.name for entry in entry_points(group="sglang.srt.platforms")}:
+        raise RefusedError(
+            "SGLang cannot build a model on this machine",
+            found="no GPU, and no CPU platform for SGLang",
+            expected=f"a GPU, or the platform {CPU_PLATFORM}",
+            remedy="Install it from a checkout of this project: pip install -e ci/cpu_platform.",
+        )
+    os.environ["SGLANG_PLATFORM"] = CPU_PLATFORM
