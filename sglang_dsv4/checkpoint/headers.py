@@ -161,17 +161,19 @@ def _tensors(entries: dict[str, Any], shard: str, data_start: int, where: str) -
         if not name.isprintable() or not name:
             raise _broken(where, "a tensor name holds control characters or is empty", found=name)
         try:
-            dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            bits = DTYPE_BITS[dtype]
+            sizes, (begin, end) = entry["shape"], entry["data_offsets"]
+            bits = DTYPE_BITS[entry["dtype"]]
         except (KeyError, TypeError, ValueError):
             raise _malformed(where, name, entry) from None
+        if type(sizes) is not list:
+            raise _malformed(where, name, entry)
         count = 1
-        for extent in shape:
+        for extent in sizes:
             if type(extent) is not int or extent < 0 or extent > _MAX_COUNT:
                 raise _malformed(where, name, entry)
             count *= extent
             if count > _MAX_COUNT:
-                raise _broken(where, f"{shorten(name)}: the shape has too many elements", found=list(shape))
+                raise _broken(where, f"{shorten(name)}: the shape has too many elements", found=sizes)
         if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= _MAX_COUNT:
             raise _malformed(where, name, entry)
         if count * bits != (end - begin) * 8:
@@ -179,9 +181,10 @@ def _tensors(entries: dict[str, Any], shard: str, data_start: int, where: str) -
                 where,
                 f"{shorten(name)}: the offsets do not fit the shape",
                 found=f"{end - begin} bytes",
-                expected=f"{count * bits / 8:.15g} for {dtype} {list(shape)}",
+                expected=f"{count * bits / 8:.15g} for {entry['dtype']} {sizes}",
             )
-        shape = shapes.setdefault(shape, shape)
+        shape = tuple(sizes)
+        dtype, shape = entry["dtype"], shapes.setdefault(shape, shape)
         infos.append(TensorInfo(name, dtype, shape, shard, begin + data_start, end + data_start))
     infos.sort(key=lambda info: info[4:])
     _check_cover(infos, data_start, where)

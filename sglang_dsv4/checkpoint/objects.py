@@ -107,7 +107,9 @@ class S3Storage(ObjectStorage):
             s3={"addressing_style": "auto" if virtual else "path"},
             signature_version=UNSIGNED if os.environ.get("RUNAI_STREAMER_S3_UNSIGNED") == "1" else None,
         )
-        self._client = self._translate("reached", lambda: boto3.client("s3", endpoint_url=endpoint, config=config))
+        self._client = self._translate(
+            "reached", lambda: boto3.Session().client("s3", endpoint_url=endpoint, config=config)
+        )
 
     def _faults(self) -> tuple[type[Exception], ...]:
         from botocore.exceptions import BotoCoreError, ClientError

@@ -1,7 +1,7 @@
 """Public checkpoint layouts, expanded from their templates: an independent source of names, dtypes and shapes.
 
-The templates (tests/data/checkpoint-grammar.json) reproduce the published tensor and byte counts. Files written from them
-are sparse: full-size headers over holes.
+The templates (tests/data/checkpoint-grammar.json) reproduce the published tensor and byte counts. Files written from
+them are sparse: full-size headers over holes.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _quantization(layout: str) -> dict:
 
 
 def by_layer(spec: Spec) -> list[list[str]]:
-    """Names by shard as the releases cut them: embedding, one shard per layer, the other root tensors, one per stage."""
+    """Names by shard as the releases cut them: embedding, each layer, the other root tensors, each draft stage."""
     shards: dict[tuple[int, int], list[str]] = {}
     for name in spec:
         head, _, rest = name.partition(".")
