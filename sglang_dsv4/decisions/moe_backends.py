@@ -1,0 +1,191 @@
+"""Judge one combination of expert layout, MoE runner, all-to-all and device by the rules of `moe_rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from sglang_dsv4.decisions.moe_names import A2A, ARCHS, LAYOUTS, ROCM, RUNNERS, SELF, Ep, Rocm, Rule
+from sglang_dsv4.decisions.moe_rules import RULES
+from sglang_dsv4.decisions.verdict import Refusal
+
+MEGAMOE = "megamoe"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the rules are asked about.
+
+    layout   one of moe_rules.LAYOUTS, after our conversion
+    runner   --moe-runner-backend
+    a2a      --moe-a2a-backend
+    arch     one of moe_rules.ARCHS
+    ep       expert parallel size: "one", "tp" (the whole TP group) or "part"
+    rocm     which ROCm kernels are switched on; "" elsewhere
+    full_dp  --attn-dp-size equals --tp-size and is more than 1
+    """
+
+    layout: str
+    runner: str = "auto"
+    a2a: str = "none"
+    arch: str = "sm90"
+    ep: Ep = "one"
+    rocm: Rocm = ""
+    full_dp: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer: the runner and all-to-all that will run, or why nothing does.
+
+    runner   what runs; None when refused
+    a2a      the all-to-all that runs
+    by_us    we have to declare `runner`, because SGLang would take another one
+    rule     the row that decided
+    """
+
+    runner: str | None
+    a2a: str
+    by_us: bool
+    rule: Rule
+
+    @property
+    def ok(self) -> bool:
+        """Whether it runs."""
+        return self.runner is not None
+
+
+def matches(rule: Rule, case: Case) -> bool:
+    """Whether every condition of `rule` holds for `case`."""
+    return (
+        case.layout in rule.layouts
+        and case.runner in rule.runners
+        and case.a2a in rule.a2a
+        and case.arch in rule.archs
+        and case.ep in rule.ep
+        and case.rocm in rule.rocm
+        and rule.full_dp in (None, case.full_dp)
+    )
+
+
+def without_alias(case: Case) -> Case:
+    """Runner `megamoe` is another spelling of the all-to-all of that name."""
+    return replace(case, runner="auto", a2a=MEGAMOE) if case.runner == MEGAMOE else case
+
+
+def judge(case: Case) -> Verdict:
+    """The verdict of the first rule that matches. Every case over the known names has one (a test walks them all)."""
+    case = without_alias(case)
+    rule = next(rule for rule in RULES if matches(rule, case))
+    runner = case.runner if rule.runs == SELF else rule.runs
+    return Verdict(runner, case.a2a, rule.by_us, rule)
+
+
+def refusal(case: Case, *, flag: str = "--moe-runner-backend", a2a_flag: str = "--moe-a2a-backend") -> Refusal | None:
+    """Why `case` cannot run, in words that name the flags it came from; None when it runs."""
+    unknown = _unknown(case, flag, a2a_flag)
+    if unknown is not None:
+        return unknown
+    verdict = judge(case)
+    if verdict.ok:
+        return None
+    rule = verdict.rule
+    spelled = {"--moe-runner-backend": flag, "--moe-a2a-backend": a2a_flag}
+    remedy = rule.do
+    for plain, named in spelled.items():
+        remedy = remedy.replace(plain, named)
+    found = f"{TITLES[case.layout]} experts, {flag} {case.runner}, {a2a_flag} {case.a2a}, {case.arch}"
+    return Refusal("moe-backend", rule.why, found=found, remedy=remedy)
+
+
+def fusion_refusal(case: Case, enforced: bool) -> Refusal | None:
+    """Refuse --enforce-shared-experts-fusion where SGLang would drop it with a log line, or give wrong numbers.
+
+    Under expert parallelism the fused expert needs a slot on every rank, which only DeepEP, its kin and megamoe have
+    (srt/models/deepseek_v4.py:4876); some runners turn fusion off (srt/arg_groups/overrides.py:1529).
+    """
+    if not enforced:
+        return None
+    what = "--enforce-shared-experts-fusion cannot be honoured"
+    if case.a2a in ("flashinfer", "flashinfer_megamoe", "deepep_v2"):
+        return Refusal("shared-fusion", what, found=f"--moe-a2a-backend {case.a2a}", remedy=_DROP_FUSION)
+    if case.ep != "one" and case.a2a not in ("deepep", "mooncake", "mori", MEGAMOE):
+        return Refusal(
+            "shared-fusion",
+            what,
+            found="expert parallelism without a slot for the shared expert on every rank",
+            remedy=f"{_DROP_FUSION[:-1]}, or use --moe-a2a-backend deepep or megamoe.",
+        )
+    if case.runner in (
+        "flashinfer_cutedsl",
+        "flashinfer_trtllm",
+        "experimental_sgl_trtllm",
+        "flashinfer_trtllm_routed",
+    ):
+        return Refusal("shared-fusion", what, found=f"--moe-runner-backend {case.runner}", remedy=_DROP_FUSION)
+    return None
+
+
+def all_cases() -> Iterator[Case]:
+    """The full cross product over every known name and condition."""
+    for arch in ARCHS:
+        kernels: tuple[Rocm, ...] = ("", "aiter", "flydsl") if arch in ROCM else ("",)
+        for layout in LAYOUTS:
+            for runner in RUNNERS:
+                for a2a in A2A:
+                    for ep in ("one", "tp", "part"):
+                        for rocm in kernels:
+                            for full_dp in (False, True):
+                                yield Case(layout, runner, a2a, arch, ep, rocm, full_dp)
+
+
+TITLES = {
+    "fp4": "packed FP4",
+    "fp8": "block FP8 (128x128)",
+    "fp8_odd": "block FP8 (other block)",
+    "nvfp4": "NVFP4",
+    "bf16": "BF16",
+    "fp4_hybrid": "packed FP4 draft beside NVFP4",
+}
+
+_DROP_FUSION = "Leave out --enforce-shared-experts-fusion."
+
+
+def moe_table_markdown() -> str:
+    """Runner by layout and device as Markdown, for the README: without an all-to-all, expert parallel size 1, AITER on.
+
+    A cell is `yes`, the runner that runs instead, or empty when refused. Runners that never run are named below it.
+    """
+    archs = [arch for arch in ARCHS if any(_cell(layout, "auto", arch) for layout in LAYOUTS)]
+    lines = [f"| experts | `--moe-runner-backend` | {' | '.join(archs)} |", "|---|---|" + "---|" * len(archs)]
+    never = set(RUNNERS) - {MEGAMOE}
+    for layout in LAYOUTS:
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for runner in RUNNERS:
+            cells = tuple(_cell(layout, runner, arch) for arch in archs)
+            if any(cells) and runner != MEGAMOE:
+                groups.setdefault(cells, []).append(runner)
+        never.difference_update(*groups.values())
+        for cells, runners in groups.items():
+            names = ", ".join(runners) if len(groups) > 1 else "any"
+            shown = (("yes" if [cell] == runners else cell) for cell in cells)
+            lines.append(f"| {TITLES[layout]} | {names} | {' | '.join(shown)} |")
+    refused = [arch for arch in ARCHS if arch not in archs]
+    lines += ["", f"Never without an all-to-all: {', '.join(sorted(never))}. Refused altogether: {', '.join(refused)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(layout: str, runner: str, arch: str) -> str:
+    return judge(Case(layout, runner, arch=arch, rocm="aiter" if arch in ROCM else "")).runner or ""
+
+
+def _unknown(case: Case, flag: str, a2a_flag: str) -> Refusal | None:
+    for name, known, spelled in ((case.runner, RUNNERS, flag), (case.a2a, A2A, a2a_flag), (case.arch, ARCHS, "device")):
+        if name not in known:
+            return Refusal(
+                "moe-name",
+                f"{spelled} {name} is unknown to this release",
+                expected=", ".join(known),
+                remedy="Use one of these.",
+            )
+    return None

@@ -1,0 +1,391 @@
+"""Which MoE runner and all-to-all backend can run which expert layout where: the rules as data, first match wins.
+
+Every row was read in SGLang 0.5.23; `source` names the file, the line and a word on that line (a test looks it up). The
+layout is the one after our conversion: with SGLANG_DSV4_FP4_DEQUANT=1 packed FP4 is plain block FP8 by the time SGLang
+sees it, so there is no row about that flag. The rules judge the expert layers, and the attention only as far as it
+decides whether a GPU can run DeepSeek-V4 at all. One concern runs through them: V4 clamps its SwiGLU (`swiglu_limit`),
+and a runner that drops the clamp answers wrongly without an error.
+"""
+
+from __future__ import annotations
+
+from sglang_dsv4.decisions.moe_names import (
+    CUDA,
+    DEEPEP,
+    DEQUANT,
+    FP8,
+    LORA,
+    NO_A2A,
+    ROCM,
+    RUNNERS,
+    USE_AUTO,
+    Rule,
+    becomes,
+    no,
+    ok,
+)
+from sglang_dsv4.decisions.moe_rules_local import LOCAL
+
+RULES: tuple[Rule, ...] = (
+    # --- devices -------------------------------------------------------------------------------------------------
+    no(
+        "srt/layers/attention/deepseek_v4_backend.py:4366 _flash_mla_with_kvcache",
+        "SGLang's attention kernels for DeepSeek-V4 exist for sm90, sm100, sm120 and ROCm only",
+        "Use one of these GPUs.",
+        archs="sm80 sm89",
+    ),
+    no(
+        "srt/layers/quantization/modelopt_quant.py:2382 is_blackwell",
+        "NVFP4 experts need a Blackwell GPU, or Marlin on an NVIDIA GPU",
+        "Use such a GPU, or a checkpoint with FP4 or FP8 experts.",
+        archs=frozenset({"cpu"}) | ROCM,
+        layouts="nvfp4 fp4_hybrid",
+    ),
+    # On the CPU platform of this project experts are only loaded; the forward pass never enters the runner.
+    becomes("triton", "srt/layers/quantization/fp8.py:2972 TRITON", archs="cpu", runners="auto triton", a2a="none"),
+    no(
+        "srt/layers/quantization/fp8.py:2972 TRITON",
+        "on a CPU experts are loaded for runner triton and no all-to-all",
+        "Use --moe-runner-backend auto and --moe-a2a-backend none.",
+        archs="cpu",
+    ),
+    # --- names that never fit -------------------------------------------------------------------------------------
+    no(
+        "srt/hardware_backend/npu/moe/fuseep.py:41 forward_fuseep",
+        "this all-to-all is for Ascend NPUs",
+        NO_A2A,
+        a2a="ascend_fuseep ascend_tp",
+    ),
+    no(
+        "srt/models/deepseek_v2.py:997 _enable_a2a_moe",
+        "DeepSeek-V4's expert block does not take pplx for an all-to-all and would sum tokens of different ranks",
+        "Use --moe-a2a-backend deepep.",
+        a2a="pplx",
+    ),
+    no(
+        "srt/layers/moe/token_dispatcher/moriep.py:38 mori",
+        "mori runs on ROCm",
+        "Use --moe-a2a-backend deepep.",
+        a2a="mori",
+        archs=CUDA,
+    ),
+    no(
+        "srt/layers/deep_gemm_wrapper/configurer.py:39 sm_version",
+        "this all-to-all runs on NVIDIA GPUs",
+        "Use --moe-a2a-backend none, deepep or mori.",
+        a2a="flashinfer flashinfer_megamoe deepep_v2",
+        archs=ROCM,
+    ),
+    no(
+        "srt/layers/quantization/fp8.py:2999 _moe_runner_backend",
+        "this runner is for Intel GPUs",
+        USE_AUTO,
+        runners="intel_xpu",
+    ),
+    no(
+        "srt/arg_groups/lora_hook.py:200 enable_lora",
+        "LoRA runners serve adapters, which are not validated on DeepSeek-V4 experts",
+        USE_AUTO,
+        runners=LORA,
+    ),
+    no(
+        "srt/layers/moe/moe_runner/hpc_ops.py:118 swiglu_limit",
+        "hpc_ops has no clamped SwiGLU and stops at the first request",
+        USE_AUTO,
+        runners="hpc_ops",
+    ),
+    no(
+        "srt/layers/moe/moe_runner/triton_kernels.py:129 gemm1_clamp_limit",
+        "triton_kernel drops V4's SwiGLU clamp, and no quantised V4 expert has a path to it",
+        USE_AUTO,
+        runners="triton_kernel",
+    ),
+    no("srt/layers/moe/moe_runner/aiter.py:348 aiter", "AITER runs on ROCm", USE_AUTO, runners="aiter", archs=CUDA),
+    no(
+        "srt/layers/quantization/fp8.py:149 SGLANG_USE_AITER",
+        "runner aiter needs AITER switched on",
+        "Set SGLANG_USE_AITER=1.",
+        runners="aiter",
+        archs=ROCM,
+        rocm=frozenset({""}),
+    ),
+    no(
+        "srt/layers/quantization/fp8.py:2970 AITER",
+        "this runner is for NVIDIA GPUs",
+        "Use --moe-runner-backend auto with SGLANG_USE_AITER=1.",
+        runners=frozenset(RUNNERS) - {"auto", "aiter", "triton"},
+        archs=ROCM,
+    ),
+    # --- all-to-all inside one kernel -------------------------------------------------------------------------------
+    no(
+        "srt/arg_groups/moe_hook.py:271 is_fp4_experts",
+        "flashinfer_megamoe takes FP4 or NVFP4 experts, not these",
+        "Use another --moe-a2a-backend, or keep FP4 experts packed (SGLANG_DSV4_FP4_DEQUANT unset).",
+        a2a="flashinfer_megamoe",
+        layouts=FP8 | {"bf16"},
+    ),
+    no(
+        "srt/arg_groups/moe_hook.py:335 is_sm100_supported",
+        "flashinfer_megamoe needs an sm100 GPU",
+        NO_A2A,
+        a2a="flashinfer_megamoe",
+        archs="sm90 sm120",
+    ),
+    no(
+        "srt/layers/moe/utils.py:466 is_flashinfer_megamoe",
+        "a packed FP4 draft beside an NVFP4 target cannot join flashinfer_megamoe",
+        "Use --speculative-moe-a2a-backend none.",
+        a2a="flashinfer_megamoe",
+        layouts="fp4_hybrid",
+    ),
+    no(
+        "srt/arg_groups/moe_hook.py:325 attn_dp_size",
+        "flashinfer_megamoe needs data-parallel attention on every rank",
+        "Set --attn-dp-size equal to --tp-size.",
+        a2a="flashinfer_megamoe",
+        full_dp=False,
+    ),
+    becomes(
+        "flashinfer_megamoe",
+        "srt/arg_groups/moe_hook.py:332 flashinfer_megamoe",
+        a2a="flashinfer_megamoe",
+        runners="auto flashinfer_megamoe",
+    ),
+    no(
+        "srt/arg_groups/moe_hook.py:332 flashinfer_megamoe",
+        "flashinfer_megamoe is its own runner",
+        USE_AUTO,
+        a2a="flashinfer_megamoe",
+    ),
+    no(
+        "srt/layers/moe/moe_runner/runner.py:177 fused_func",
+        "runner flashinfer_megamoe works only with the all-to-all of that name",
+        "Set --moe-a2a-backend flashinfer_megamoe, or another runner.",
+        runners="flashinfer_megamoe",
+    ),
+    no(
+        "srt/arg_groups/mega_moe_hook.py:40 is_sm100",
+        "megamoe has no kernel for sm120",
+        NO_A2A,
+        a2a="megamoe",
+        archs="sm120",
+    ),
+    no(
+        "srt/layers/moe/mega_moe.py:53 SGLANG_AMD_USE_FLYDSL_MEGA_MOE",
+        "megamoe on ROCm is AITER's MegaMoEv2, which is not switched on",
+        "Set SGLANG_USE_AITER=1 and SGLANG_AMD_USE_FLYDSL_MEGA_MOE=1, or use --moe-a2a-backend none.",
+        a2a="megamoe",
+        archs=ROCM,
+        rocm=frozenset({"", "aiter"}),
+    ),
+    ok(
+        "srt/layers/quantization/fp8.py:1882 is_megamoe",
+        a2a="megamoe",
+        archs="gfx950",
+        layouts="fp4",
+        runners="auto aiter",
+    ),
+    no(
+        "srt/layers/quantization/fp8.py:1887 SGLANG_DSV4_FP4_DEQUANT",
+        "AITER's MegaMoEv2 takes packed FP4 experts on gfx950, with runner auto or aiter",
+        "Use --moe-a2a-backend none, or on gfx950 keep the experts packed (SGLANG_DSV4_FP4_DEQUANT unset).",
+        a2a="megamoe",
+        archs=ROCM,
+    ),
+    ok(
+        "srt/layers/moe/mega_moe_sm90.py:106 float8_e4m3fn",
+        a2a="megamoe",
+        archs="sm90",
+        layouts="fp8",
+        runners="auto deep_gemm",
+    ),
+    no(
+        "srt/layers/moe/mega_moe.py:169 _device_sm",
+        "megamoe rewrites packed FP4 experts for a kernel that only sm100 has",
+        f"{DEQUANT}, or use --moe-a2a-backend none.",
+        a2a="megamoe",
+        archs="sm90",
+        layouts="fp4",
+    ),
+    no(
+        "srt/arg_groups/mega_moe_hook.py:40 is_sm90",
+        "megamoe on sm90 takes FP8 experts in 128x128 blocks, with runner auto or deep_gemm",
+        NO_A2A,
+        a2a="megamoe",
+        archs="sm90",
+    ),
+    ok(
+        "srt/layers/moe/mega_moe.py:169 _device_sm",
+        a2a="megamoe",
+        archs="sm100",
+        layouts="fp4",
+        runners="auto deep_gemm flashinfer_mxfp4",
+    ),
+    ok(
+        "srt/layers/quantization/modelopt_quant.py:2709 _mega_moe_nvfp4",
+        a2a="megamoe",
+        archs="sm100",
+        layouts="nvfp4",
+        runners="auto flashinfer_trtllm flashinfer_trtllm_routed",
+    ),
+    becomes(
+        "flashinfer_mxfp4",
+        "srt/layers/quantization/modelopt_quant.py:1762 Mxfp4FlashinferTrtllmMoEMethod",
+        a2a="megamoe none",
+        archs="sm100",
+        layouts="fp4_hybrid",
+    ),
+    no(
+        "srt/layers/quantization/modelopt_quant.py:1762 Mxfp4FlashinferTrtllmMoEMethod",
+        "a packed FP4 draft beside an NVFP4 target runs on sm100 only, without an all-to-all or with megamoe",
+        "Leave out --speculative-algorithm, or use a draft with FP8 experts.",
+        layouts="fp4_hybrid",
+    ),
+    no(
+        "srt/arg_groups/mega_moe_hook.py:40 is_sm100",
+        "megamoe on sm100 takes packed FP4 experts (runner auto, deep_gemm, flashinfer_mxfp4) or NVFP4 ones (runner"
+        " auto, flashinfer_trtllm, flashinfer_trtllm_routed)",
+        "Use --moe-runner-backend auto with such experts (SGLANG_DSV4_FP4_DEQUANT unset), or --moe-a2a-backend none.",
+        a2a="megamoe",
+    ),
+    # --- DeepEP and its kin -------------------------------------------------------------------------------------------
+    no(
+        "srt/layers/moe/moe_runner/deep_gemm.py:1007 silently",
+        "DeepGEMM on sm120 reads the masked layout of this all-to-all wrongly, without an error",
+        NO_A2A,
+        a2a=DEEPEP | {"deepep_v2"},
+        archs="sm120",
+    ),
+    becomes(
+        "deep_gemm", "srt/arg_groups/moe_hook.py:406 auto", a2a="deepep_v2", layouts="fp8", runners="auto deep_gemm"
+    ),
+    no(
+        "srt/layers/moe/fused_moe_triton/layer.py:289 is_fp4_expert",
+        "deepep_v2 dispatches FP8, and these experts are packed FP4",
+        f"{DEQUANT}, or use --moe-a2a-backend deepep.",
+        a2a="deepep_v2",
+        layouts="fp4",
+    ),
+    no(
+        "srt/layers/moe/fused_moe_triton/layer.py:292 128",
+        "deepep_v2 takes FP8 experts in 128x128 blocks, with runner auto or deep_gemm",
+        "Use --moe-a2a-backend none, or --moe-runner-backend auto with such experts.",
+        a2a="deepep_v2",
+    ),
+    becomes(
+        "deep_gemm",
+        "srt/layers/quantization/fp8.py:2964 DEEP_GEMM",
+        a2a=DEEPEP,
+        archs="sm90 sm100",
+        layouts="fp8",
+        runners="auto deep_gemm",
+    ),
+    becomes(
+        "deep_gemm",
+        "srt/layers/moe/moe_runner/deep_gemm.py:335 128",
+        a2a=DEEPEP,
+        archs="sm100",
+        layouts="fp4",
+        runners="auto deep_gemm",
+    ),
+    no(
+        "srt/layers/deep_gemm_wrapper/entrypoint.py:75 fp4_kwargs",
+        "DeepGEMM has no FP4 kernel for sm90; the load would end in a fault at the first forward",
+        f"{DEQUANT}, or use --moe-runner-backend humming with --moe-a2a-backend deepep.",
+        a2a=DEEPEP,
+        archs="sm90",
+        layouts="fp4",
+        runners="auto deep_gemm",
+    ),
+    ok(
+        "srt/layers/moe/moe_runner/humming.py:839 deepep_ll",
+        a2a="deepep",
+        archs="sm90 sm100",
+        layouts="fp4",
+        runners="humming",
+    ),
+    becomes(
+        "aiter",
+        "srt/layers/moe/moe_runner/aiter.py:544 deepep_normal",
+        a2a=DEEPEP | {"mori"},
+        archs=ROCM,
+        layouts="fp8",
+        runners="auto aiter",
+        rocm="aiter flydsl",
+    ),
+    becomes(
+        "aiter",
+        "srt/layers/moe/moe_runner/aiter.py:544 deepep_normal",
+        a2a=DEEPEP | {"mori"},
+        archs="gfx950",
+        layouts="fp4",
+        runners="auto aiter",
+        rocm="aiter flydsl",
+    ),
+    no(
+        "srt/layers/moe/moe_runner/aiter.py:544 deepep_normal",
+        "on ROCm this all-to-all needs AITER and FP8 experts in 128x128 blocks, or packed FP4 ones on gfx950",
+        "Set SGLANG_USE_AITER=1 and use --moe-runner-backend auto, or --moe-a2a-backend none.",
+        a2a=DEEPEP | {"mori"},
+        archs=ROCM,
+    ),
+    no(
+        "srt/layers/moe/moe_runner/runner.py:241 get_pre_permute",
+        "with this all-to-all only runner deep_gemm (auto) has a path for FP8 experts in 128x128 blocks, and on sm100"
+        " for packed FP4 ones",
+        "Use --moe-runner-backend auto, or --moe-a2a-backend none.",
+        a2a=DEEPEP,
+    ),
+    # --- FlashInfer's all-to-all ----------------------------------------------------------------------------------
+    no(
+        "srt/arg_groups/moe_hook.py:475 _flashinfer_a2a_topology_is_supported",
+        "flashinfer all-to-all needs data-parallel attention on every rank",
+        "Set --attn-dp-size equal to --tp-size.",
+        a2a="flashinfer",
+        full_dp=False,
+    ),
+    ok(
+        "srt/layers/moe/moe_runner/deep_gemm.py:1211 flashinfer",
+        a2a="flashinfer",
+        archs="sm90 sm100",
+        layouts="fp8",
+        runners="deep_gemm",
+    ),
+    ok(
+        "srt/layers/moe/moe_runner/deep_gemm.py:1211 flashinfer",
+        a2a="flashinfer",
+        archs="sm100",
+        layouts="fp4",
+        runners="deep_gemm",
+    ),
+    ok(
+        "srt/layers/moe/moe_runner/flashinfer_trtllm.py:1876 flashinfer",
+        a2a="flashinfer",
+        archs="sm100",
+        layouts="fp8 nvfp4",
+        runners="flashinfer_trtllm flashinfer_trtllm_routed",
+    ),
+    becomes(
+        "flashinfer_trtllm_routed",
+        "srt/arg_groups/model_overrides/deepseek_v4.py:70 flashinfer_trtllm_routed",
+        a2a="flashinfer",
+        archs="sm100",
+        layouts="nvfp4",
+        runners="auto",
+    ),
+    ok(
+        "srt/layers/moe/moe_runner/flashinfer_cutlass.py:419 flashinfer",
+        a2a="flashinfer",
+        archs="sm100 sm120",
+        layouts="nvfp4",
+        runners="flashinfer_cutlass",
+    ),
+    no(
+        "srt/arg_groups/moe_hook.py:531 moe_runner_backend",
+        "flashinfer all-to-all needs a runner named for it: deep_gemm (FP8 on sm90 and sm100, FP4 on sm100),"
+        " flashinfer_trtllm_routed (FP8, NVFP4 on sm100) or flashinfer_cutlass (NVFP4)",
+        "Name one of these with --moe-runner-backend, or use --moe-a2a-backend none.",
+        a2a="flashinfer",
+    ),
+    *LOCAL,
+)
