@@ -1,4 +1,4 @@
-"""A real SGLang server on the CPU platform: started on a free port, watched until healthy, stopped with its children."""
+"""A real SGLang server on the CPU platform: started on a free port, watched until healthy, stopped with its family."""
 
 import json
 import os

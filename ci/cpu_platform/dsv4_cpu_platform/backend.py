@@ -20,6 +20,14 @@ class PoolsOnlyBackend(AttentionBackend):
         """Nothing to prepare: the forward pass reads each prefix through ``req_to_token``."""
 
 
+class DraftStepsBackend(PoolsOnlyBackend):
+    """What SGLang's draft worker expects: one backend for each of its decode steps."""
+
+    def __init__(self, runner: Any, steps: int) -> None:
+        super().__init__(runner)
+        self.attn_backends = [self] * steps
+
+
 def install() -> None:
     """Take the place of SGLang's own backend of that name."""
     register_attention_backend(ATTENTION_BACKEND)(PoolsOnlyBackend)

@@ -1,4 +1,4 @@
-"""MurmurHash3 (x86, 32 bit, seed 0) of the 16 bytes that SGLang's seeded sampling hashes for each token of the vocabulary.
+"""MurmurHash3 (x86, 32 bit, seed 0) of the 16 bytes that SGLang's seeded sampling hashes for each token.
 
 SGLang's wheel holds the CPU kernel of it in a library that needs a CUDA driver to be loaded.
 """

@@ -4,7 +4,7 @@ Every SGLang parameter is read exactly once; one that no row reads is an error, 
 out of the comparison. Values become float32: each product of an FP4 or FP8 code with its scale is exact there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,36 +171,51 @@ MODEL = (
 )
 
 
+DRAFT = (
+    Row("model.embed_tokens.weight", ("embed_tokens.weight",), vocabulary),
+    Row("lm_head.weight", ("lm_head.weight",), vocabulary),
+    *(Row(f"model.{name}.weight", (f"{name}.weight",)) for name in ("e_proj", "h_proj", "enorm", "hnorm")),
+    *(Row(f"model.hc_head_{leaf}", (f"hc_head.hc_{leaf}",)) for leaf in ("fn", "base", "scale")),
+    Row("model.shared_head.norm.weight", ("norm.weight",)),
+)
+
+
 def layer_rows(config: Any, layer: int) -> tuple[Row, ...]:
     """The rows of one decoder layer; ``config`` is the transformers configuration."""
     by_type = BY_LAYER_TYPE[config.layer_types[layer]]
     return (*ATTENTION, *by_type, *HYPER_CONNECTIONS, *MIXTURE, *NORMS, ROUTER[config.mlp_layer_types[layer]])
 
 
+# Rows with the prefixes of their sources and of their targets.
+Section = tuple[str, str, tuple[Row, ...]]
+
+
+def target_sections(config: Any) -> list[Section]:
+    """The table of a whole target model."""
+    names = [f"model.layers.{layer}." for layer in range(config.num_hidden_layers)]
+    return [("", "", MODEL), *((name, name, layer_rows(config, layer)) for layer, name in enumerate(names))]
+
+
+def draft_sections(config: Any) -> list[Section]:
+    """The table of a NextN draft, whose one layer ``config`` describes."""
+    return [("", "", DRAFT), ("model.decoder.", "decoder.", layer_rows(config, 0))]
+
+
 def reference_state(
-    parameters: dict[str, torch.Tensor], config: Any, block: tuple[int, int]
+    parameters: dict[str, torch.Tensor], sections: list[Section], config: Any, block: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
-    """The transformers state dict (float32; ``tid2eid`` int64) of un-sharded SGLang parameters.
+    """The state dict of a reference model (float32; ``tid2eid`` int64) from un-sharded SGLang parameters.
 
     ``block``: the FP8 block size of the dense weights, rows by columns. Raises CpuPlatformError when a parameter is
     missing, has no row, or its scales do not fit.
     """
     reader = Reader(parameters)
-    rows = [("", row) for row in MODEL]
-    rows += [
-        (f"model.layers.{layer}.", row)
-        for layer in range(config.num_hidden_layers)
-        for row in layer_rows(config, layer)
-    ]
-    state = {name: tensor for prefix, row in rows for name, tensor in _targets(reader, prefix, row, config, block)}
+    state: dict[str, torch.Tensor] = {}
+    for source, target, rows in sections:
+        for row in rows:
+            name = source + row.source
+            values = reader.take(name) if row.split is integers else reader.values(name, block)
+            tensors = row.split(values, config)
+            state.update((target + to, tensor.contiguous()) for to, tensor in zip(row.targets, tensors, strict=True))
     reader.finish()
     return state
-
-
-def _targets(
-    reader: Reader, prefix: str, row: Row, config: Any, block: tuple[int, int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    name = prefix + row.source
-    values = reader.take(name) if row.split is integers else reader.values(name, block)
-    for target, tensor in zip(row.targets, row.split(values, config), strict=True):
-        yield prefix + target, tensor.contiguous()

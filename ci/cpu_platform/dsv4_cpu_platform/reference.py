@@ -3,9 +3,14 @@
 from typing import Any
 
 import torch
+from sglang.srt.utils.hf_transformers_utils import get_rope_config
+from torch import nn
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
 from dsv4_cpu_platform.gather import CpuPlatformError
-from dsv4_cpu_platform.mapping import reference_state
+from dsv4_cpu_platform.mapping import draft_sections, reference_state, target_sections
 
 # Fields with one name and one meaning in both. The rest is translated in `reference_config`.
 SHARED_FIELDS = (
@@ -49,9 +54,6 @@ def reference_config(config: Any) -> Any:
     SGLang's object is an alias in the style of V3: the RoPE values come through SGLang's own reader, and
     ``compress_ratios`` may go on past the last layer (a draft's entry), so it is cut.
     """
-    from sglang.srt.utils.hf_transformers_utils import get_rope_config
-    from transformers import DeepseekV4Config
-
     missing = [name for name in SHARED_FIELDS if not hasattr(config, name)]
     if missing:
         raise CpuPlatformError(f"the model's configuration lacks {', '.join(missing)}")
@@ -71,15 +73,74 @@ def block_size(config: Any) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-def build_reference(config: Any, parameters: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """The reference model in float32, ready to run. ``parameters``: SGLang's, un-sharded, by SGLang's names.
+class TargetReference(nn.Module):
+    """The whole model. Its state dict is that of ``DeepseekV4ForCausalLM``."""
 
-    Raises CpuPlatformError when a parameter is missing or left over, and what ``load_state_dict`` raises for a shape.
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.whole = DeepseekV4ForCausalLM(config)
+        self._streams: list[torch.Tensor] = []
+        # What a draft is given is the residual streams before the head collapses them.
+        self.whole.model.hc_head.register_forward_pre_hook(lambda _, inputs: self._streams.append(inputs[0]))
+
+    def forward(self, ids: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (S, vocabulary) and flattened residual streams (S, hc_mult * hidden) of one sequence of ids (S,)."""
+        self._streams.clear()
+        logits = self.whole(input_ids=ids[None], use_cache=False).logits[0]
+        return logits, self._streams[0][0].flatten(1)
+
+    def fill(self, parameters: dict[str, torch.Tensor], block: tuple[int, int]) -> None:
+        state = reference_state(parameters, target_sections(self.whole.config), self.whole.config, block)
+        self.whole.load_state_dict(state, strict=True)
+
+
+class DraftReference(nn.Module):
+    """A NextN draft: the next token's embedding joined to the target's residual streams, one layer, a head."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.enorm = modeling.DeepseekV4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hnorm = modeling.DeepseekV4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.e_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.h_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.decoder = modeling.DeepseekV4DecoderLayer(config, 0)
+        self.hc_head = modeling.DeepseekV4HyperHead(config)
+        self.norm = modeling.DeepseekV4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rotary = modeling.DeepseekV4RotaryEmbedding(config)
+
+    def forward(self, ids: torch.Tensor, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the target's, with the streams (S, hc_mult * hidden) that the target or the last draft step gave."""
+        given = streams.float().view(1, len(ids), self.config.hc_mult, self.config.hidden_size)
+        embedded = self.embed_tokens(ids[None])
+        hidden = self.e_proj(self.enorm(embedded)).unsqueeze(2) + self.h_proj(self.hnorm(given))
+        positions = torch.arange(len(ids))[None]
+        hidden = self.decoder(
+            hidden,
+            input_ids=ids[None],
+            position_embeddings={"main": self.rotary(embedded, position_ids=positions, layer_type="main")},
+            position_ids=positions,
+            attention_mask=create_sliding_window_causal_mask(self.config, embedded, None, None, positions),
+            past_key_values=None,
+        )
+        return self.lm_head(self.norm(self.hc_head(hidden)))[0], hidden[0].flatten(1)
+
+    def fill(self, parameters: dict[str, torch.Tensor], block: tuple[int, int]) -> None:
+        self.load_state_dict(reference_state(parameters, draft_sections(self.config), self.config, block), strict=True)
+
+
+def build_reference(config: Any, parameters: dict[str, torch.Tensor], draft: bool) -> TargetReference | DraftReference:
+    """The reference of SGLang's model or NextN draft in float32, ready to run.
+
+    ``config``: SGLang's; ``parameters``: un-sharded, by SGLang's names. Raises CpuPlatformError when a parameter is
+    missing or left over, and what ``load_state_dict`` raises for a shape.
     """
-    from transformers import DeepseekV4ForCausalLM
-
     described = reference_config(config)
-    state = reference_state(parameters, described, block_size(config))
-    model = DeepseekV4ForCausalLM(described).float().eval()
-    model.load_state_dict(state, strict=True)
-    return model.requires_grad_(False)
+    if draft:
+        described.layer_types, described.mlp_layer_types = ["sliding_attention"], ["moe"]
+        described.num_hidden_layers = 1
+    reference = (DraftReference if draft else TargetReference)(described).float().eval()
+    reference.fill(parameters, block_size(config))
+    return reference.requires_grad_(False)

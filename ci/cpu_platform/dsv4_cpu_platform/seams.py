@@ -39,11 +39,40 @@ def _hash_in_numpy(_original: Callable[..., Any], *args: Any) -> Any:
     return murmur_hash32(*args)
 
 
+def _draft_steps(_original: Callable[..., Any], factory: Any) -> tuple[str, Any]:
+    from dsv4_cpu_platform.backend import DraftStepsBackend
+
+    return ATTENTION_BACKEND, DraftStepsBackend(factory.draft_model_runner, factory.speculative_num_steps)
+
+
+def _draft_prefill(_original: Callable[..., Any], factory: Any) -> tuple[str, Any]:
+    from dsv4_cpu_platform.backend import PoolsOnlyBackend
+
+    return ATTENTION_BACKEND, PoolsOnlyBackend(factory.draft_model_runner)
+
+
+def _build_tree_in_triton(_original: Callable[..., Any], *args: Any) -> Any:
+    from sglang.kernels.ops.speculative.spec_tree import sgl_build_tree_kernel_triton
+
+    return sgl_build_tree_kernel_triton(*args)
+
+
+def _verify_tree_in_triton(_original: Callable[..., Any], topk: int = -1, **tensors: Any) -> Any:
+    from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_triton
+
+    verify_tree_greedy_triton(**tensors)
+    return tensors["predicts"], tensors["accept_index"], tensors["accept_token_num"]
+
+
 HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", _rope_without_device),
     ("sglang.srt.platforms.interface.reject_out_of_tree_path", _allow_dsv4_pool),
     ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", _hash_in_numpy),
     ("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _invariant_already),
+    ("sglang.srt.speculative.draft_utils.DraftBackendFactory._create_dsv4_decode_backend", _draft_steps),
+    ("sglang.srt.speculative.draft_utils.DraftBackendFactory._create_dsv4_prefill_backend", _draft_prefill),
+    ("sglang.kernels.ops.speculative.spec_tree.build_tree_kernel_efficient_func", _build_tree_in_triton),
+    ("sglang.kernels.ops.speculative.spec_tree.verify_tree_greedy_func", _verify_tree_in_triton),
     ("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _keep_config),
 )
 
