@@ -46,6 +46,7 @@ def test_float_scales_of_every_exponent_and_mantissa(backend: str):
     random = np.random.default_rng(1)
     raw = random.integers(0, 0x7F800000, 4096, dtype=np.uint32)  # every finite positive float32, subnormals too
     raw[:3] = 0, 1, 0x7F7FFFFF
+    raw[3:5] = 0x3F808000, 0x3F818000  # halfway between two BF16 values: one tie goes down, the other up
     scale = raw.view(np.float32)[:, None]
     codes = np.tile(FINITE, (len(scale), 1))
     result = fp8_to_bf16(fp8(codes), torch.from_numpy(scale), (1, 254), name="w", backend=backend)
