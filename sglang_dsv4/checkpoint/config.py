@@ -6,6 +6,7 @@ Read are the released form (`compress_ratios`, `rope_scaling`, `num_hash_layers`
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ SIZES = {
 """Symbol of the format description -> config key; each a positive integer in every V4 config."""
 
 _DEFAULTS = {"HD": 512, "HC": 4, "IHD": 128, "NS": 1}  # some configs leave these to the model class
+_ROPE_HEAD_DIM = 64  # every release; some configs leave it out
+_NO_SCALING = ("rope_theta", "rope_type", "partial_rotary_factor", "attention_factor")
 _INFERENCE_KEYS = ("dim", "n_layers", "n_heads", "moe_inter_dim")  # DeepSeek's inference/config.json
 
 
@@ -83,6 +86,16 @@ class QuantFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class RopeFacts:
+    """Rotary embedding: `theta` of sliding layers, `compress_theta` and `scaling` (yarn, or None) of the others."""
+
+    head_dim: int
+    theta: float
+    compress_theta: float | None
+    scaling: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfigFacts:
     """A DeepSeek-V4 config.json by the symbols of the format description.
 
@@ -103,11 +116,23 @@ class ModelConfigFacts:
     quant: QuantFacts
     tie_word_embeddings: bool
     swiglu_limit: float | None
+    rope: RopeFacts
     raw: Mapping[str, Any]
 
     def __getitem__(self, symbol: str) -> int:
         """A size by its symbol, as in `config["H"]`."""
         return self.sizes[symbol]
+
+    def released_spelling(self) -> dict[str, Any]:
+        """The keys that newer writers rename, as the releases spell them and SGLang reads them."""
+        return {
+            "compress_ratios": [*self.ratios, *self.draft_ratios],
+            "num_hash_layers": self.hash_layers,
+            "qk_rope_head_dim": self.rope.head_dim,
+            "rope_theta": self.rope.theta,
+            "compress_rope_theta": self.rope.compress_theta,
+            "rope_scaling": dict(self.rope.scaling) if self.rope.scaling else None,
+        }
 
     @classmethod
     def from_json(cls, parsed: object, *, where: str = "config.json") -> ModelConfigFacts:
@@ -119,6 +144,10 @@ class ModelConfigFacts:
         """
         reader = _Reader(parsed, where)
         architecture, family = reader.architecture()
+        if reader.integer("num_key_value_heads", 1) != 1:
+            reader.fail(
+                "num_key_value_heads", reader.values["num_key_value_heads"], "1: DeepSeek-V4 shares one K=V head"
+            )
         ratios, beyond = _ratios(reader, family)
         return cls(
             architecture=architecture,
@@ -132,7 +161,8 @@ class ModelConfigFacts:
             expert_dtype=reader.text("expert_dtype") or reader.quant_text("expert_dtype"),
             quant=_quant(reader),
             tie_word_embeddings=bool(reader.values.get("tie_word_embeddings", False)),
-            swiglu_limit=reader.values.get("swiglu_limit"),
+            swiglu_limit=reader.number("swiglu_limit"),
+            rope=_rope(reader),
             raw=reader.values,
         )
 
@@ -160,11 +190,11 @@ class _Reader:
     def architecture(self) -> tuple[str, str]:
         listed = self.values.get("architectures")
         if listed is None and all(key in self.values for key in _INFERENCE_KEYS[:3]):
-            self.fail(
-                ", ".join(key for key in _INFERENCE_KEYS if key in self.values),
-                "the spelling of DeepSeek's inference code",
-                "Hugging Face's (hidden_size, num_hidden_layers, architectures)",
-                "Take config.json from the top of the released repository, not from its inference folder.",
+            raise ConfigError(
+                f"{self.where}: the config is in the spelling of DeepSeek's inference code",
+                found=", ".join(key for key in _INFERENCE_KEYS if key in self.values),
+                expected="Hugging Face's: architectures, hidden_size, num_hidden_layers",
+                remedy="Take config.json from the top of the released repository, not from its inference folder.",
             )
         if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
             self.fail("architectures", listed, f"one of {', '.join(ARCHITECTURES)}")
@@ -190,6 +220,12 @@ class _Reader:
         value = default if value is None else value
         if type(value) is not int or not 0 <= value < 2**31:
             self.fail(key, value, "an integer of 0 or more")
+        return value
+
+    def number(self, key: str) -> float | None:
+        value = self.values.get(key)
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            self.fail(key, value, "a number")
         return value
 
     def optional(self, key: str) -> int | None:
@@ -264,6 +300,29 @@ def _hash_layers(reader: _Reader) -> int:
     if reader.integer("num_hash_layers", count) != count:
         reader.fail("num_hash_layers", reader.values["num_hash_layers"], f"{count}, which mlp_layer_types says")
     return count
+
+
+def _rope(reader: _Reader) -> RopeFacts:
+    """From `rope_theta`, `compress_rope_theta` and `rope_scaling`, or from `rope_parameters`, nested or flat."""
+    theta: Any = reader.number("rope_theta") or 10000
+    compress_theta: Any = reader.number("compress_rope_theta")
+    scaling: Any = reader.values.get("rope_scaling") or None
+    parameters = reader.values.get("rope_parameters")
+    if isinstance(parameters, dict):
+        main, compress = parameters.get("main", {}), parameters.get("compress", parameters)
+        if not isinstance(main, dict) or not isinstance(compress, dict):
+            reader.fail("rope_parameters", parameters, "objects main and compress")
+        theta, compress_theta = main.get("rope_theta", theta), compress.get("rope_theta", compress_theta)
+        kind = compress.get("rope_type", "default")
+        scaling = {"type": kind, **{key: value for key, value in compress.items() if key not in _NO_SCALING}}
+        scaling = None if kind == "default" else scaling
+    if scaling is not None and not isinstance(scaling, dict):
+        reader.fail("rope_scaling", scaling, "an object")
+    head_dim = reader.optional("qk_rope_head_dim")
+    if head_dim is None:
+        factor = reader.number("partial_rotary_factor")
+        head_dim = _ROPE_HEAD_DIM if factor is None else int(factor * reader.size("head_dim", _DEFAULTS["HD"]))
+    return RopeFacts(head_dim, theta, compress_theta, scaling)
 
 
 def _dspark(reader: _Reader) -> DSparkFacts | None:

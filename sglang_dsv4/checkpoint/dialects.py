@@ -162,7 +162,8 @@ class Dialect:
         """Spellings this dialect reads -> (native place template, whole?); its own win over native ones."""
         table: dict[str, tuple[str, bool]] = {}
         for native, (_own, whole) in self._written.items():
-            for spelling in (native, *_other_spellings(native)):
+            prefixed = native.replace("layers.*", self._layers, 1)  # native leaves below the dialect's own layers
+            for spelling in (native, prefixed, *_other_spellings(native)):
                 table.setdefault(spelling, (native, whole))
         table |= {own: (native, whole) for native, (own, whole) in self._written.items()}
         drafts = [(own, target) for own, target in table.items() if own.startswith("mtp.*")]

@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of the header parser: `python tests/unit/fuzz_headers.py -runs=1000000 CORPUS`.
 
-Needs `pip install atheris`. An input is a whole shard file, a header's text, or a recipe for a nearly valid header. What
+Needs `pip install atheris`. An input is a shard file, a header's text, or a recipe for a nearly valid header. What
 must hold: only our own errors come out, every message can be printed, and what is accepted the safetensors library
 accepts too. An input that breaks this goes, as a shard file, to tests/data/headers, where a test replays it.
 """
