@@ -78,7 +78,7 @@ def _ranks(inputs: Inputs, **changes: object) -> Inputs:
     return replace(inputs, ranks=replace(inputs.ranks, **changes))  # type: ignore[arg-type]
 
 
-# --- as a command line --------------------------------------------------------------------------------------------------
+# --- as a command line ------------------------------------------------------------------------------------------------
 
 _ENVIRONMENT: tuple[tuple[str, envs.Flag], ...] = (
     ("experts", envs.FP4_EXPERTS),
