@@ -28,8 +28,8 @@ Backend = Literal["auto", "numba", "torch"]
 MAX_THREADS = 16
 """Two or three threads saturate a memory channel; every rank of a server runs its own pool."""
 
-INLINE_ELEMENTS = 1 << 18
-"""Below this many elements a second thread costs more than it saves."""
+PART_ELEMENTS = 1 << 18
+"""Elements that a thread takes at a time, some 50 microseconds of work. A smaller tensor stays on one thread."""
 
 TORCH_ELEMENTS = 1 << 21
 """Elements that the torch path converts at a time: bounds its float32 and index temporaries to some 40 MiB."""
@@ -131,17 +131,25 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child inherits
 
 
 def run_rows(loop: Callable[[int, int], Any], shape: tuple[int, ...], threads: int | None) -> list[Any]:
-    """Call `loop(first, last)` on even parts of the rows of `shape`, one a thread; the caller's takes one of them.
+    """Call `loop(first, last)` on parts of the rows of `shape` and return what the calls returned, in any order.
 
-    threads: None takes `cpu_threads()`, or one for a small tensor. Returns what the calls returned, in order.
+    The caller's thread takes parts too, and waits for no helper that has not begun: on a busy machine a second thread
+    may start late, and then costs nothing. threads: with the caller's; None takes `cpu_threads()`.
     """
     rows, columns = shape
-    if threads is None:
-        threads = cpu_threads() if rows * columns >= INLINE_ELEMENTS else 1
-    parts = max(1, min(threads, MAX_THREADS, rows))
-    edges = [rows * i // parts for i in range(parts + 1)]
-    pending = [_pool().submit(loop, edges[i], edges[i + 1]) for i in range(1, parts)]
-    return [loop(0, edges[1]), *(future.result() for future in pending)]
+    step = max(1, PART_ELEMENTS // columns)
+    parts = iter(range(0, rows, step))  # shared: the next() of a range is atomic
+
+    def work() -> list[Any]:
+        return [loop(first, min(first + step, rows)) for first in parts]
+
+    most = min(threads or cpu_threads(), MAX_THREADS, -(-rows // step))
+    helpers = [_pool().submit(work) for _ in range(most - 1)]
+    results = work()
+    for helper in helpers:
+        if not helper.cancel():
+            results += helper.result()
+    return results
 
 
 def flat_bytes(codes: torch.Tensor) -> tuple[np.ndarray, int]:

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -120,21 +121,48 @@ def test_numba_is_refused_where_it_cannot_run():
     assert backend.uses_numba("auto", torch.device("cpu"))
 
 
-def test_rows_are_split_without_a_gap_and_results_keep_their_order():
-    for rows in (1, 2, 7, 1000):
-        for threads in (1, 2, 3, 16, 99):
-            parts = backend.run_rows(lambda first, last: (first, last), (rows, 10), threads)
-            assert [row for first, last in parts for row in range(first, last)] == list(range(rows))
-            assert len(parts) == min(threads, rows, backend.MAX_THREADS)
+@pytest.mark.parametrize("threads", [None, 1, 2, 3, 16, 99])
+@pytest.mark.parametrize("shape", [(1, 10), (7, 10), (1000, 10), (1000, 1 << 16), (1001, 1 << 17), (3, 1 << 20)])
+def test_every_row_is_taken_once(shape: tuple[int, int], threads: int | None):
+    parts = backend.run_rows(lambda first, last: (first, last), shape, threads)
+    assert sorted(row for first, last in parts for row in range(first, last)) == list(range(shape[0]))
 
 
-def test_error_in_a_thread_reaches_the_caller():
+def test_large_tensor_uses_several_threads_and_a_small_one_does_not():
+    barrier = threading.Barrier(3, timeout=30)
+
+    def loop(first: int, last: int) -> str:
+        if first < 3:
+            barrier.wait()  # passes only if three threads are in the loop at once
+        return threading.current_thread().name
+
+    assert len(set(backend.run_rows(loop, (3, backend.PART_ELEMENTS), 3))) == 3
+    names = backend.run_rows(lambda first, last: threading.current_thread().name, (3, 1000), 3)
+    assert names == [threading.current_thread().name]
+
+
+def test_helper_that_never_starts_is_not_waited_for():
+    release = threading.Event()
+    blocked = [backend._pool().submit(release.wait, 60) for _ in range(backend.MAX_THREADS)]
+    try:
+        assert len(backend.run_rows(lambda first, last: last - first, (8, backend.PART_ELEMENTS), 4)) == 8
+    finally:
+        release.set()
+    assert all(future.result() for future in blocked)
+
+
+def test_error_in_a_helper_reaches_the_caller():
+    caller = threading.current_thread()
+    failed = threading.Event()
+
     def loop(first: int, last: int) -> None:
-        if first:
-            raise RuntimeError(f"rows {first}")
+        if threading.current_thread() is not caller:
+            failed.set()
+            raise RuntimeError("broken part")
+        failed.wait(30)
 
-    with pytest.raises(RuntimeError, match="rows 5"):
-        backend.run_rows(loop, (10, 10), 2)
+    with pytest.raises(RuntimeError, match="broken part"):
+        backend.run_rows(loop, (4, backend.PART_ELEMENTS), 2)
 
 
 def test_forked_child_converts_with_threads():
