@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from sglang.srt.models import deepseek_v4_dspark as upstream
 
+from sglang_dsv4.models.loading.experts import prepare
 from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.session import load
 from sglang_dsv4.models.loading.wiring import DSPARK
@@ -14,6 +16,11 @@ from sglang_dsv4.models.loading.wiring import DSPARK
 
 class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
     """Upstream's DSpark draft with our loading."""
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        decision = prepare(quant_config, DSPARK.kind)
+        super().__init__(config, quant_config, prefix)
+        self.expert_decision = decision
 
     def loading_plan(self) -> Plan:
         return make_plan(self, DSPARK)

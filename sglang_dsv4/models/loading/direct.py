@@ -26,14 +26,17 @@ if TYPE_CHECKING:
 class DirectWriter:
     """Takes what it can place out of a stream and yields the rest.
 
-    model: the SGLang module tree under load. pool: where copies of tensors that outlive the next step of their source run;
-    `owned` says whether the source's tensors do.
+    model: the SGLang module tree under load. pool: where copies run whose tensors outlive the next step of the stream.
+    owned: whether the source's tensors do. converted: whether routed experts are converted, and so are fresh memory.
     """
 
-    def __init__(self, model: torch.nn.Module, wiring: Wiring, pool: BoundedPool, owned: bool) -> None:
+    def __init__(
+        self, model: torch.nn.Module, wiring: Wiring, pool: BoundedPool, *, owned: bool, converted: bool
+    ) -> None:
         self._wiring = wiring
         self._pool = pool
         self._owned = owned
+        self._experts_owned = owned or converted
         self._parameters = dict(model.named_parameters())
         self._fused_shared = getattr(model, "num_fused_shared_experts", 0) > 0
         self._routed = model.config.n_routed_experts  # type: ignore[union-attr]
@@ -62,15 +65,19 @@ class DirectWriter:
             layer = self._wiring.path(f"{expert.layer}.ffn")
             target = f"{layer}.experts.{EXPERT_PARAMETERS[expert.projection]}_{leaf}"
             number = self._routed if expert.expert is None else expert.expert
-            return self._submit(name, tensor, target, (target,), {"shard_id": expert.projection, "expert_id": number})
+            keywords = {"shard_id": expert.projection, "expert_id": number}
+            owned = self._owned if expert.expert is None else self._experts_owned
+            return self._submit(name, tensor, target, (target,), keywords, owned)
         if is_wo_a(name):
             target = self._wiring.path(name) or ""
             parameter = self._parameters.get(target)
             if parameter is not None and self._is_ours(target, parameter):
-                return self._submit(name, tensor, target, (), {})
+                return self._submit(name, tensor, target, (), {}, self._owned)
         return False
 
-    def _submit(self, name: str, tensor: torch.Tensor, target: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _submit(
+        self, name: str, tensor: torch.Tensor, target: str, args: tuple, kwargs: dict[str, Any], owned: bool
+    ) -> bool:
         parameter = self._parameters.get(target)
         if parameter is None:
             raise StreamError(
@@ -80,7 +87,7 @@ class DirectWriter:
                 remedy="The experts' layout on disk and the one SGLang allocated differ: run `sglang-dsv4 check` on the checkpoint.",
             )
         loader = parameter.weight_loader  # type: ignore[attr-defined]
-        if self._owned:
+        if owned:
             self._pool.submit(tensor.nbytes, loader, parameter, tensor, *args, **kwargs)
         else:
             loader(parameter, tensor, *args, **kwargs)

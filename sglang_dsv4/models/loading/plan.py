@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sglang_dsv4.decisions.fp4 import ExpertDecision
 from sglang_dsv4.models.loading.proof import kept_experts
 from sglang_dsv4.models.loading.wiring import Wiring, expert_name
-from sglang_dsv4.numerics.formats import GROUP
 from sglang_dsv4.stream.select import Share
 from sglang_dsv4.stream.shard import Cut
 from sglang_dsv4.stream.wo_a import is_wo_a
@@ -24,18 +24,22 @@ DEFAULT_BLOCK = (128, 128)
 class Plan:
     """One load of one model.
 
-    share: what this rank keeps. converts_wo_a, converts_experts: which stages run. block: (rows, columns) of one FP8 block
+    share: what this rank keeps. experts: what the routed experts run as. converts_wo_a: whether that stage runs. block: (rows, columns) of one FP8 block
     scale. expert_cuts, wo_a_cuts: module path -> (rank, count) where this rank's part is cut before the conversion; those
     modules take their tensors as already sharded.
     """
 
     wiring: Wiring
     share: Share
+    experts: ExpertDecision
     converts_wo_a: bool
-    converts_experts: bool
     block: tuple[int, int]
     wo_a_cuts: dict[str, tuple[int, int]]
     expert_cuts: dict[str, tuple[int, int]]
+
+    @property
+    def converts_experts(self) -> bool:
+        return self.experts.converts
 
     def cut(self, name: str, tensor: torch.Tensor) -> Cut | None:
         """The stream's cutter: rows of `wo_a` and of w1 and w3, columns of w2; scales like their weights."""
@@ -49,20 +53,19 @@ class Plan:
         return where and Cut(1 if expert.projection == "w2" else 0, *where)
 
 
-def make_plan(model: torch.nn.Module, wiring: Wiring) -> Plan:
+def make_plan(model: Any, wiring: Wiring) -> Plan:
     """Read the plan off a built model, before any of its weights is loaded."""
     modules = dict(model.named_modules())
     block = _block(model)
-    converts_experts = bool(getattr(model, "converts_experts", False))
     converts_wo_a = not getattr(model, "wo_a_fp8", False)
     return Plan(
         wiring=wiring,
         share=_share(model, wiring, modules),
+        experts=model.expert_decision,
         converts_wo_a=converts_wo_a,
-        converts_experts=converts_experts,
         block=block,
         wo_a_cuts=_wo_a_cuts(modules, block) if converts_wo_a else {},
-        expert_cuts=_expert_cuts(modules) if converts_experts else {},
+        expert_cuts=_expert_cuts(modules) if model.expert_decision.converts else {},
     )
 
 

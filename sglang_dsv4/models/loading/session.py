@@ -43,7 +43,7 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
     """
     plan = make_plan(model, wiring)
     source = take_pending(model)
-    report = LoadReport(type(model).__name__)
+    report = LoadReport(type(model).__name__, decisions=[plan.experts.describe()])
     proof = WriteProof(model, wiring.kind)
     started = time.perf_counter()
     stream = source.tensors(plan, report) if source is not None else select(weights, plan.share, report.skipped)
@@ -52,7 +52,8 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
             stack.enter_context(taking_sharded(model, plan))
             pool = stack.enter_context(BoundedPool(copy_threads(), queue_bytes()))
             stack.enter_context(proof.watching())
-            writer = DirectWriter(model, wiring, pool, owned=source is not None and source.owned)
+            owned = source is not None and source.owned
+            writer = DirectWriter(model, wiring, pool, owned=owned, converted=plan.converts_experts)
             stack.enter_context(hidden_from_upstream(model, writer.parameters))
             upstream(consumed_at_once(writer.take(stages(progress(report.count(stream), report.planned, report.model), plan, report))))
             report.in_flight_peak = pool.peak

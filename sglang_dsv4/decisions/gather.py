@@ -1,0 +1,134 @@
+"""What decisions rest on, gathered: a checkpoint's layout and a launch's arguments become `Inputs`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_dsv4.checkpoint.config import ModelConfigFacts
+from sglang_dsv4.checkpoint.formats import Format
+from sglang_dsv4.checkpoint.layout import ExpertLayout, Layout
+from sglang_dsv4.decisions.decide import Flags, Inputs
+from sglang_dsv4.decisions.drafts import Speculation
+from sglang_dsv4.decisions.fp4 import ExpertDecision, ExpertFacts, Experts, Role, decide_experts
+from sglang_dsv4.decisions.parallel import Ranks, Sizes
+
+EXPERTS_OF: dict[Format, Experts] = {
+    Format.FP4: "fp4",
+    Format.QUARK_FP4: "fp4",
+    Format.FP8: "fp8",
+    Format.NVFP4: "nvfp4",
+    Format.NVFP4_CT: "nvfp4",
+    Format.BF16: "bf16",
+}
+"""Format of the routed experts on disk -> the truth table's word; what is not listed has no place there."""
+
+CONFIG_EXPERTS: dict[str, Experts] = {"fp4": "fp4", "mxfp4": "fp4", "fp8": "fp8", "nvfp4": "nvfp4", "bf16": "bf16"}
+"""`expert_dtype` or `routed_experts_quant_method` -> the same words."""
+
+
+def expert_facts(layout: ExpertLayout, config: ModelConfigFacts) -> ExpertFacts:
+    """What the tensors and config.json say about the routed experts of the target or the draft."""
+    claimed = CONFIG_EXPERTS.get(config.quant.routed_experts or config.expert_dtype or "")
+    known = EXPERTS_OF.get(layout.format, "unknown") if layout.format is not None else "unknown"
+    if not layout.evidence:
+        return ExpertFacts(known, config=claimed)
+    first = layout.evidence[0]
+    return ExpertFacts(known, first.name, first.dtype, claimed)
+
+
+def experts_of(layout: Layout, config: ModelConfigFacts, role: Role, flags: Flags) -> ExpertDecision:
+    """The truth table for one model, without the rest of a launch: what a rank asks when it builds its model."""
+    facts = expert_facts(layout.target if role == "target" else layout.draft, config)
+    return decide_experts(role, facts, flags.experts, flags.dequant)
+
+
+def sizes_of(config: ModelConfigFacts, layout: Layout) -> Sizes:
+    """The numbers that parallelism divides."""
+    edge = layout.target_dense.block
+    block = config.quant.block or ((edge, edge) if edge else None)
+    return Sizes(
+        layers=config["NL"],
+        heads=config["NH"],
+        head_dim=config["HD"],
+        o_groups=config["OG"],
+        o_lora_rank=config["OL"],
+        experts=config["E"],
+        moe_intermediate=config["I"],
+        shared_experts=config["NS"],
+        block=block,
+        v41=config.family == "v4.1",
+    )
+
+
+def ranks_of(arguments: Any) -> Ranks:
+    """Parallel sizes from SGLang's ServerArgs (or a resolving view of them)."""
+    return Ranks(
+        tp=arguments.tp_size,
+        ep=arguments.ep_size,
+        pp=arguments.pp_size,
+        dp=arguments.dp_size,
+        attn_dp=arguments.dp_size if arguments.enable_dp_attention else 1,
+        attn_cp=arguments.attn_cp_size,
+        moe_dp=arguments.moe_dp_size,
+        dcp=arguments.dcp_size,
+        prefill_cp=arguments.enable_prefill_cp,
+        a2a=arguments.moe_a2a_backend,
+    )
+
+
+def speculation_of(arguments: Any) -> Speculation:
+    """Speculative options from ServerArgs."""
+    path = arguments.speculative_draft_model_path
+    return Speculation(
+        algorithm=arguments.speculative_algorithm,
+        eagle_topk=arguments.speculative_eagle_topk,
+        num_steps=arguments.speculative_num_steps,
+        runner=None if arguments.speculative_moe_runner_backend == "auto" else arguments.speculative_moe_runner_backend,
+        a2a=arguments.speculative_moe_a2a_backend,
+        draft_path=path if path != arguments.model_path else None,
+        dp_lm_head=arguments.enable_dp_lm_head,
+        prefill_only=arguments.disaggregation_mode == "prefill",
+    )
+
+
+def wo_a_of(layout: Layout) -> str | None:
+    """`fp8`, `bf16` or `mixed`; None when no layer tells."""
+    found = {"fp8" if form is Format.FP8 else "bf16" for form in layout.target_dense.wo_a.values()}
+    return None if not found else "mixed" if len(found) > 1 else found.pop()
+
+
+def inputs_of(
+    config: ModelConfigFacts,
+    layout: Layout,
+    *,
+    arch: str,
+    flags: Flags,
+    ranks: Ranks = Ranks(),
+    runner: str = "auto",
+    speculation: Speculation = Speculation(),
+    fuse_shared: bool = False,
+    padded: bool = False,
+    draft: tuple[ModelConfigFacts, Layout] | None = None,
+    serving: bool = True,
+) -> Inputs:
+    """Join a checkpoint's layout with a launch. `draft` is another checkpoint's, where the draft comes from one."""
+    draft_config, draft_layout = draft or (config, layout)
+    has_draft = draft_layout.draft.format is not None
+    dspark = draft_config.dspark
+    return Inputs(
+        target=expert_facts(layout.target, config),
+        sizes=sizes_of(config, layout),
+        arch=arch,
+        draft=expert_facts(draft_layout.draft, draft_config) if has_draft else None,
+        draft_kind=draft_layout.draft_kind.value,
+        draft_experts=dspark.n_routed_experts if dspark is not None else None,
+        quant_method=config.quant.method,
+        wo_a=wo_a_of(layout),
+        flags=flags,
+        ranks=ranks,
+        runner=runner,
+        fuse_shared=fuse_shared,
+        speculation=speculation,
+        padded=padded,
+        serving=serving,
+    )

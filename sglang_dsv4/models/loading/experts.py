@@ -1,0 +1,47 @@
+"""What the routed experts of a model run as, applied to SGLang's quantisation config before the model is built.
+
+SGLang decides "is this FP4?" once, for target and draft alike, and not at all for object storage. Setting the one attribute
+that all its readers look at, before a layer is created, makes it allocate what our stream will deliver.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from sglang_dsv4.checkpoint.config import ModelConfigFacts
+from sglang_dsv4.checkpoint.index import Checkpoint
+from sglang_dsv4.checkpoint.layout import Layout, detect_layout
+from sglang_dsv4.decisions.decide import Flags
+from sglang_dsv4.decisions.fp4 import ExpertDecision
+from sglang_dsv4.decisions.gather import experts_of
+from sglang_dsv4.models.loading.wiring import Kind
+
+
+def prepare(quant_config: Any, kind: Kind) -> ExpertDecision:
+    """Decide for the model that is about to be built, from its own tensors and the flags; set the config accordingly.
+
+    Raises RefusedError where the truth table refuses, LayoutError and its kin where the checkpoint cannot be read.
+    """
+    config, layout = layout_at(model_path(kind))
+    decision = experts_of(layout, config, "target" if kind == "target" else "draft", Flags.read())
+    if decision.refusal is not None:
+        raise decision.refusal.error()
+    if hasattr(quant_config, "is_fp4_experts"):
+        quant_config.is_fp4_experts = decision.runs == "fp4"
+    return decision
+
+
+def model_path(kind: Kind) -> str:
+    """The model path that this class is loaded from, as the server was given it."""
+    from sglang.srt.runtime_context import get_server_args
+
+    arguments = get_server_args()
+    return (arguments.speculative_draft_model_path if kind != "target" else None) or arguments.model_path
+
+
+@functools.lru_cache(maxsize=4)
+def layout_at(path: str) -> tuple[ModelConfigFacts, Layout]:
+    """Config and layout of a checkpoint, read once per process."""
+    checkpoint = Checkpoint.open(path)
+    return checkpoint.config, detect_layout(checkpoint)
