@@ -54,18 +54,31 @@ def asked(server_args: Any) -> bool:
 
 
 def on_first_step(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """First resolution step, raw arguments: engage, then look at the checkpoint before SGLang does."""
+    """First resolution step, raw arguments: engage, then look at flags and files before SGLang does."""
     if asked(server_args):
         engage()
-        check_checkpoint(server_args)
+        from sglang_dsv4.decisions.resolution import check_flags_and_files
+
+        check_flags_and_files(server_args)
     previous(server_args)
 
 
-def check_checkpoint(server_args: Any) -> None:
-    """Refuse what is wrong on disk in milliseconds: `Dsv4Error` naming the file, the fault and the remedy."""
-    from sglang_dsv4.checkpoint.preflight import preflight
+def on_model_step(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Where SGLang picks defaults for the model: decide the launch, refuse it or apply the decision."""
+    if asked(server_args):
+        from sglang_dsv4.decisions.resolution import apply, decide_launch
 
-    preflight(server_args.model_path)
+        apply(server_args, decide_launch(server_args))
+    previous(server_args)
+
+
+def on_last_step(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Everything is resolved: the decision must still hold."""
+    previous(server_args)
+    if asked(server_args):
+        from sglang_dsv4.decisions.resolution import hold
+
+        hold(server_args)
 
 
 def engage() -> None:
