@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from sglang_dsv4.checkpoint.formats import SUFFIXES
-from sglang_dsv4.checkpoint.modules import NOT_TEXT, Kind, all_modules
+from sglang_dsv4.checkpoint.modules import KINDS, NOT_TEXT, Kind, all_modules
 from sglang_dsv4.checkpoint.names import join_indices, samples, shorten, split_indices
 from sglang_dsv4.errors import UnknownDialectError
 
@@ -188,7 +188,7 @@ class Dialect:
             return found[0], ""
         head, _, suffix = template.rpartition(".")
         found = self._read.get(head)
-        if found is None or found[1] or suffix not in SUFFIXES:
+        if found is None or found[1] or found[0] not in KINDS or suffix not in SUFFIXES:
             return None
         return found[0], self._native_suffix(found[0], suffix)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.formats import classify, role, shape_faults
+from sglang_dsv4.checkpoint.layout import Layout
 from sglang_dsv4.checkpoint.modules import (
     NOT_TEXT,
     STACKED,
@@ -22,7 +23,7 @@ from sglang_dsv4.checkpoint.modules import (
 )
 from sglang_dsv4.checkpoint.names import collapse, join_indices
 from sglang_dsv4.checkpoint.view import Indices, NativeView, Parts
-from sglang_dsv4.errors import IncompleteLoadError
+from sglang_dsv4.errors import ConfigError, IncompleteLoadError
 
 _FLOATS = ("BF16", "F32", "F16")
 _INTEGERS = ("I64", "I32")
@@ -57,24 +58,18 @@ class Completeness:
         )
 
 
-def compare(
-    view: NativeView, config: ModelConfigFacts, *, draft: str | None, stages: int, block: int | None
-) -> Completeness:
-    """Compare a checkpoint's tensors with the model of its config.
+def compare(view: NativeView, config: ModelConfigFacts, layout: Layout) -> Completeness:
+    """Compare a checkpoint's tensors with the model of its config, of which `layout` says the drafts and FP8 blocks.
 
-    Args:
-        view: the tensors; one with no `layers.*` is taken as a separate draft.
-        draft: "mtp" or "dspark", None without draft stages.
-        stages: number of draft stages, as found in the names.
-        block: edge of the FP8 block, as detected; None without FP8.
+    A view with no `layers.*` at all is a separate draft, and needs no target.
     """
-    return _Comparison(view, config, block).run(draft, stages)
+    return _Comparison(view, config).run(layout)
 
 
 class _Comparison:
-    def __init__(self, view: NativeView, config: ModelConfigFacts, block: int | None):
+    def __init__(self, view: NativeView, config: ModelConfigFacts) -> None:
         self.view, self.config = view, config
-        self.block = (block or 128, block or 128)
+        self.block = (0, 0)
         self.missing: list[str] = []
         self.unexpected = [info.name for info in view.unknown]
         self.absent: list[str] = []
@@ -82,18 +77,20 @@ class _Comparison:
         self.expected: dict[str, set[Indices]] = {}
         self.verdicts: dict[tuple, tuple[tuple[str, str], ...]] = {}
 
-    def run(self, draft: str | None, stages: int) -> Completeness:
-        config = self.config
+    def run(self, layout: Layout) -> Completeness:
+        config, stages = self.config, layout.stages
         if any(place.startswith("layers.*.") for place in self.view.modules):
             size = derived(config)
+            self.block = _square(layout.target_dense.block)
             self._rows(root_modules(config.family), "", [()], size)
             rows = self._stack(layer_modules(config.family), "layers.*.")
             for layer in range(config["NL"]):
                 here = [row for row in rows if _exists(row, config, layer)]
                 self._rows(here, "layers.*.", [(layer,)], _with_rows(size, config, layer))
-        if draft is not None:
+        if stages:
+            self.block = _square(layout.draft_dense.block)
             size = derived(config, stage=True)
-            rows = self._stack(stage_modules(config.family, draft), "mtp.*.")
+            rows = self._stack(stage_modules(config.family, layout.draft_kind.value), "mtp.*.")
             for stage in range(stages):
                 here = [row for row in rows if _in_stage(row, stage, stages)]
                 self._rows(here, "mtp.*.", [(stage,)], size)
@@ -112,7 +109,7 @@ class _Comparison:
         experts: list[Indices] = [(e,) for e in range(size["E"])]
         for row in rows:
             place = prefix + row.place
-            shape = tuple(size[symbol] for symbol in row.shape)
+            shape = self._shape(row, place, size)
             group = self.view.place(place)
             tails = experts if row.kind is Kind.EXPERT else [()]
             for at in (start + tail for start in indices for tail in tails):
@@ -123,6 +120,16 @@ class _Comparison:
                 else:
                     names = self.absent if row.optional else self.missing
                     names.append(_name(place, at, "" if row.kind in _WHOLE else "weight"))
+
+    def _shape(self, row: Module, place: str, size: dict[str, int]) -> tuple[int, ...]:
+        try:
+            return tuple(size[symbol] for symbol in row.shape)
+        except KeyError as symbol:
+            raise ConfigError(
+                f"config.json does not give the size of {place}",
+                found=f"no value for {symbol} (NT and MR come from dspark_*, the rest from engram_*)",
+                remedy="Use the config.json that was released with this checkpoint.",
+            ) from None
 
     def _check(self, row: Module, place: str, at: Indices, parts: Parts, shape: tuple[int, ...]) -> None:
         key = (place, shape, tuple((suffix, info.dtype, info.shape) for suffix, info in parts.items()))
@@ -184,6 +191,10 @@ class _Comparison:
 
 _WHOLE = (Kind.BARE, Kind.IDS, Kind.STACK)
 _MISSING, _UNEXPECTED = "missing", "unexpected"
+
+
+def _square(edge: int | None) -> tuple[int, int]:
+    return (edge or 128, edge or 128)
 
 
 def _name(place: str, at: Indices, suffix: str) -> str:

@@ -36,6 +36,7 @@ class Format(Enum):
     W4A16 = "W4A16 (compressed-tensors)"
     GPTQ = "W4A16 (GPTQ/AutoRound)"
     W4AFP8 = "W4AFP8"
+    UNKNOWN = "unknown"  # siblings or dtypes that fit no rule
 
 
 class Rule(NamedTuple):
@@ -83,9 +84,6 @@ RULES = (
     Rule(Format.GPTQ, _needs(qweight="I32", qzeros="I32", scales=_FLOATS), frozenset({"g_idx"}), None, None),
     Rule(Format.W4AFP8, _needs(weight="I8", scale=_FLOATS), frozenset({"input_scale"}), 2, None),
 )
-
-PACKED = frozenset(format for format in Format if format not in (Format.BF16, Format.FP8))
-"""Formats whose weights have fewer than 8 bits."""
 
 
 def role(suffix: str) -> str:

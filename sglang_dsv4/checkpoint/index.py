@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
+from sglang_dsv4.checkpoint.dialects import Dialect, detect_dialect
 from sglang_dsv4.checkpoint.headers import ShardHeader, TensorInfo, load_json, read_header
 from sglang_dsv4.checkpoint.names import samples, shorten
 from sglang_dsv4.checkpoint.storage import Storage, open_storage
+from sglang_dsv4.checkpoint.view import NativeView
 from sglang_dsv4.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -45,7 +47,7 @@ class Checkpoint:
         index: tensor name -> shard, from the index file; None when there is none.
     """
 
-    def __init__(self, storage: Storage):
+    def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.files = storage.list()
         self.config = ModelConfigFacts.from_json(self._read_json(CONFIG_FILE), where=storage.locate(CONFIG_FILE))
@@ -57,8 +59,12 @@ class Checkpoint:
         self._check_shards()
 
     @classmethod
-    def open(cls, where: str | os.PathLike[str] | Storage, *, revision: str | None = None) -> Checkpoint:
+    def open(
+        cls, where: str | os.PathLike[str] | Storage, *, revision: str | None = None, cache_dir: str | None = None
+    ) -> Checkpoint:
         """Open the checkpoint behind a model path or a storage; reads config.json and the index, no header yet.
+
+        `revision` and `cache_dir` say which snapshot of the Hugging Face cache a repository's name means.
 
         Raises:
             CheckpointNotFoundError: no folder, no config.json, no shard.
@@ -66,7 +72,7 @@ class Checkpoint:
             IndexMismatchError: the index cannot be read or names absent shards; shards are missing from a numbered set.
             StorageError: the storage cannot be read.
         """
-        return cls(where if isinstance(where, Storage) else open_storage(where, revision=revision))
+        return cls(where if isinstance(where, Storage) else open_storage(where, revision=revision, cache_dir=cache_dir))
 
     # --- headers ------------------------------------------------------------------------------------------------------
 
@@ -74,6 +80,16 @@ class Checkpoint:
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor by name, from all headers. Raises what `select` raises."""
         return self.select(self.shards)
+
+    @cached_property
+    def view(self) -> NativeView:
+        """All tensors by native module. Raises what `select` raises, and UnknownDialectError."""
+        return NativeView(self.tensors.values(), self.dialect)
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """How this checkpoint spells names, told from the index when there is one. Raises UnknownDialectError."""
+        return detect_dialect(self.names())
 
     def header(self, shard: str) -> ShardHeader:
         """The validated header of one shard. Raises HeaderError, TruncatedShardError or StorageError."""

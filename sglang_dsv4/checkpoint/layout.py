@@ -45,7 +45,8 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """How the routed experts of the target or the draft are stored; `format` is None when there are none.
+    """How the routed experts of the target or the draft are stored; `format` is None when there are none, and
+    `Format.UNKNOWN` when their siblings fit no rule.
 
     `scale_dtype` is the label of the block or group scale, None without one; `stacked` means one tensor per layer and
     projection, as transformers keeps them.
@@ -104,10 +105,10 @@ def detect_layout(checkpoint: Checkpoint | NativeView, config: ModelConfigFacts 
     `config` only breaks the tie where small shapes fit several FP8 blocks; a checkpoint brings its own.
 
     Raises:
-        LayoutError: routed experts in several formats or in none that is known, an FP8 weight without its scale, draft
-            stages with a gap or of no known kind, FP8 scales that fit no block.
+        LayoutError: routed experts in several formats, another linear stored in no known way (an FP8 weight without
+            its scale), draft stages with a gap or of no known kind, FP8 scales that fit no block.
     """
-    view = checkpoint if isinstance(checkpoint, NativeView) else NativeView(checkpoint.tensors.values())
+    view = checkpoint if isinstance(checkpoint, NativeView) else checkpoint.view
     config = checkpoint.config if isinstance(checkpoint, Checkpoint) else config
     hint = config.quant.block[0] if config is not None and config.quant.block else None
     stages = view.stages()
@@ -140,22 +141,20 @@ def _experts(view: NativeView, prefix: str, whose: str) -> ExpertLayout:
         found = _distinct(parts for place in places for parts in view.place(place).values())
     if not found:
         return ExpertLayout(None)
-    formats: dict[Format | None, list[Parts]] = {}
+    formats: dict[Format, Parts] = {}
     for rule, parts in found:
-        formats.setdefault(rule.format if rule else None, []).append(parts)
-    if len(formats) > 1 or None in formats:
-        details = [f"{form.value if form else 'unknown'}: {_describe(some[0])}" for form, some in formats.items()]
+        formats.setdefault(rule.format if rule else Format.UNKNOWN, parts)
+    if len(formats) > 1:
         raise LayoutError(
-            f"the {whose}'s routed experts are stored in "
-            + ("several formats" if len(formats) > 1 else "a format that is not known"),
-            found=", ".join(form.value if form else "unknown" for form in formats),
-            expected="one of " + ", ".join(form.value for form in Format),
+            f"the {whose}'s routed experts are stored in several formats",
+            found=", ".join(form.value for form in formats),
+            expected="one format for all",
             remedy="Use a checkpoint whose routed experts share one format.",
-            details=details,
+            details=[f"{form.value}: {_describe(some)}" for form, some in formats.items()],
         )
-    rule, parts = found[0]
+    [(form, parts)] = formats.items()
     return ExpertLayout(
-        rule.format if rule else None,
+        form,
         scale_dtype=_scale_dtype(parts),
         evidence=tuple(Evidence(info.name, info.dtype, info.shape) for info in parts.values()),
         stacked=bool(stacked),

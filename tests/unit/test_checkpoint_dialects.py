@@ -142,6 +142,7 @@ def test_names(dialect, name, native):
         "weight",
         "",
         "layers.0.attn.attn_sink.weight",
+        "layers.0.attn.weight",
     ],
 )
 def test_unknown_names_are_refused_by_name(name):

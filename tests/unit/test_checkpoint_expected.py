@@ -1,0 +1,194 @@
+"""Completeness: what a checkpoint lacks, has too much of or has in a wrong shape is named, collapsed, in one report."""
+
+import time
+
+import grammar
+import pytest
+
+from sglang_dsv4.checkpoint.config import ModelConfigFacts
+from sglang_dsv4.checkpoint.expected import Completeness, compare
+from sglang_dsv4.checkpoint.headers import TensorInfo
+from sglang_dsv4.checkpoint.layout import detect_layout
+from sglang_dsv4.checkpoint.preflight import preflight
+from sglang_dsv4.checkpoint.view import NativeView
+from sglang_dsv4.errors import ConfigError, IncompleteLoadError
+
+CASES = [
+    (layout, dims, group)
+    for layout, dims, group, _, _ in grammar.grammar()["checks"]
+    if dims.startswith("tiny_") or (layout, dims) == ("v41_flash", "v41_flash")
+]
+
+
+def report(spec: grammar.Spec, layout="native_fp4_fp8", dims="tiny_flash", group="mtp", **changes) -> Completeness:
+    config = ModelConfigFacts.from_json(grammar.config(layout, dims, group) | changes)
+    view = NativeView(TensorInfo(name, dtype, shape, "s", 0, 0) for name, (dtype, shape) in spec.items())
+    found = detect_layout(view, config)
+    return compare(view, config, found)
+
+
+def native(group="mtp") -> grammar.Spec:
+    return grammar.expand("native_fp4_fp8", "tiny_flash", group)
+
+
+@pytest.mark.parametrize(("layout", "dims", "group"), CASES)
+def test_public_layouts_are_complete(layout, dims, group):
+    drafts = "dspark" if layout == "v41_flash" else group
+    found = report(grammar.expand(layout, dims, group), layout, dims, drafts)
+    assert found.complete, (found.missing, found.unexpected, found.wrong)
+
+
+@pytest.mark.parametrize("group", ["none", "mtp", "dspark"])
+def test_each_missing_tensor_is_found(group):
+    """One tensor at a time is taken away; the report names it, and nothing else."""
+    spec = native(group)
+    optional = {f"layers.{layer}.attn.attn_sink" for layer in range(5)} | {"head.weight"}
+    optional |= {f"mtp.{stage}.attn.attn_sink" for stage in range(3)}
+    bare = [name for name in spec if not name.endswith((".weight", ".scale"))]  # a lost scale is the layout's to find
+    for name in [*bare[::2], "norm.weight", "layers.4.attn.q_norm.weight", "layers.2.attn.indexer.weights_proj.weight"]:
+        rest = {other: value for other, value in spec.items() if other != name}
+        found = report(rest, group=group)
+        if name in optional:
+            assert found.complete
+            assert name in found.absent
+        else:
+            assert (found.missing, found.unexpected, found.wrong) == ((name,), (), ())
+
+
+def test_one_missing_expert_among_many():
+    spec = {name: value for name, value in native().items() if not name.startswith("layers.3.ffn.experts.5.")}
+    found = report(spec)
+    assert found.missing == tuple(f"layers.3.ffn.experts.5.w{n}.weight" for n in (1, 2, 3))
+
+
+def test_a_missing_layer_is_one_line_per_place():
+    spec = {name: value for name, value in native().items() if not name.startswith("layers.4.")}
+    found = report(spec)
+    assert "layers.4.ffn.experts.{0..7}.w1.weight" in found.missing
+    assert "layers.4.attn.compressor.ape" in found.missing
+    assert "layers.4.attn.indexer.wq_b.weight" in found.missing
+
+
+def test_extra_and_renamed_tensors():
+    spec = native()
+    spec["layers.0.attn.stranger.weight"] = ("BF16", (4,))
+    spec["layers.0.attn.compressor.ape"] = ("F32", (4, 256))  # layer 0 is a sliding layer
+    spec["layers.9.attn_norm.weight"] = ("BF16", (256,))
+    spec["layers.2.attn.kv_norms.weight"] = spec.pop("layers.2.attn.kv_norm.weight")
+    found = report(spec)
+    assert sorted(found.unexpected) == [
+        "layers.0.attn.compressor.ape",
+        "layers.0.attn.stranger.weight",
+        "layers.2.attn.kv_norms.weight",
+        "layers.9.attn_norm.weight",
+    ]
+    assert found.missing == ("layers.2.attn.kv_norm.weight",)
+
+
+def test_wrong_shapes_and_dtypes():
+    spec = native()
+    for layer in range(5):
+        spec[f"layers.{layer}.attn.wkv.weight"] = ("F8_E4M3", (256, 256))
+        spec[f"layers.{layer}.attn.wkv.scale"] = ("F8_E8M0", (2, 2))
+    spec["layers.1.ffn.experts.3.w2.scale"] = ("F8_E8M0", (256, 8))
+    spec["layers.0.ffn.gate.tid2eid"] = ("F32", (512, 2))
+    spec["layers.3.attn_norm.weight"] = ("I64", (256,))
+    found = report(spec)
+    assert set(found.wrong) == {
+        "layers.{0..4}.attn.wkv.weight: found shape [256, 256], expected [128, 256]",
+        "layers.{0..4}.attn.wkv.scale: found shape [2, 2], expected [1, 2]",
+        "layers.1.ffn.experts.3.w2.scale: found shape [256, 8], expected [256, 4]",
+        "layers.0.ffn.gate.tid2eid: found dtype F32, expected I64 or I32",
+        "layers.3.attn_norm.weight: found dtype I64, expected BF16 or F32 or F16",
+    }
+    assert (found.missing, found.unexpected) == ((), ())
+
+
+def test_the_router_table_follows_the_config():
+    """4Expert copies cut tid2eid to four columns and say num_experts_per_tok 4."""
+    spec = native()
+    for layer in range(3):
+        spec[f"layers.{layer}.ffn.gate.tid2eid"] = ("I64", (512, 4))
+    assert report(spec).wrong == ("layers.{0..2}.ffn.gate.tid2eid: found shape [512, 4], expected [512, 2]",)
+    assert report(spec, num_experts_per_tok=4).complete
+
+
+def test_a_config_of_another_size():
+    found = report(native(), n_routed_experts=10)
+    assert "layers.{0..4}.ffn.experts.{8,9}.w1.weight" in found.missing
+    assert "layers.{0..4}.ffn.gate.weight: found shape [8, 256], expected [10, 256]" in found.wrong
+
+
+def test_what_may_be_absent_is_said():
+    spec = {name: value for name, value in native().items() if not name.endswith("attn_sink") and name != "head.weight"}
+    found = report(spec)
+    assert found.complete
+    assert {"head.weight", "layers.{0..4}.attn.attn_sink", "mtp.0.attn.attn_sink"} <= set(found.absent)
+
+
+def test_quantised_compressors_are_accepted():
+    """Base models store the compressor's wkv in FP8; other linears of compressor and indexer may be, too."""
+    spec = native()
+    for place, rows in (("compressor.wgate", 256), ("indexer.compressor.wkv", 256), ("indexer.weights_proj", 8)):
+        spec[f"layers.2.attn.{place}.weight"] = ("F8_E4M3", (rows, 256))
+        spec[f"layers.2.attn.{place}.scale"] = ("F8_E8M0", (-(-rows // 128), 2))
+    assert report(spec).complete
+
+
+def test_a_draft_that_lacks_a_stage_tensor():
+    spec = native("dspark")
+    del spec["mtp.2.confidence_head.proj.weight"]
+    spec["mtp.1.norm.weight"] = ("BF16", (256,))  # belongs to the last stage only
+    found = report(spec, group="dspark")
+    assert (found.missing, found.unexpected) == (("mtp.2.confidence_head.proj.weight",), ("mtp.1.norm.weight",))
+
+
+def test_a_dspark_draft_under_a_config_without_its_keys():
+    with pytest.raises(ConfigError, match=r"does not give the size of mtp\.\*\.main_proj"):
+        report(native("dspark"), group="mtp")
+
+
+def test_a_separate_draft_needs_no_target():
+    spec = {name: value for name, value in native("dspark").items() if name.startswith("mtp.")}
+    assert report(spec, group="dspark").complete
+
+
+def test_everything_is_raised_once():
+    spec = native()
+    del spec["norm.weight"]
+    spec["layers.0.attn.stranger.weight"] = ("BF16", (4,))
+    spec["layers.0.attn_norm.weight"] = ("BF16", (255,))
+    with pytest.raises(IncompleteLoadError, match="1 kinds missing, 1 kinds unexpected, 1 kinds wrong") as caught:
+        report(spec).raise_if_incomplete("model")
+    assert caught.value.details == (
+        "missing: norm.weight",
+        "unexpected: layers.0.attn.stranger.weight",
+        "wrong: layers.0.attn_norm.weight: found shape [255], expected [256]",
+    )
+    report(native()).raise_if_incomplete("model")
+
+
+@pytest.mark.parametrize(
+    ("dims", "group", "shards", "tensors", "nbytes"),
+    [
+        ("flash", "mtp", 46, 69_187, 159_609_485_896),
+        ("flash", "dspark", 48, 72_317, 166_878_536_440),
+        ("pro", "dspark", 66, 149_782, 892_727_580_904),
+    ],
+)
+def test_full_size_releases(dims, group, shards, tensors, nbytes, tmp_path):
+    """The published counts, from sparse files of the published sizes."""
+    spec = grammar.expand("native_fp4_fp8", dims, group)
+    folder = grammar.write(tmp_path / "v4", spec, grammar.config("native_fp4_fp8", dims, group), grammar.by_layer(spec))
+    began = time.process_time()
+    checkpoint = preflight(folder)
+    completeness = compare(checkpoint.view, checkpoint.config, detect_layout(checkpoint))
+    seconds = time.process_time() - began
+    assert (len(checkpoint.shards), len(checkpoint.tensors)) == (shards, tensors)
+    assert sum(info.nbytes for info in checkpoint.tensors.values()) == nbytes
+    assert completeness.complete
+    headers = sum(checkpoint.header(shard).data_start for shard in checkpoint.shards)
+    assert checkpoint.storage.counters.bytes_read == headers + sum(
+        checkpoint.files[name] for name in ("config.json", "model.safetensors.index.json")
+    )
+    print(f"{tensors} tensors in {shards} shards: {seconds:.2f} s of processor time")
