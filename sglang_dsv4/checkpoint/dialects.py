@@ -332,13 +332,3 @@ def _by_scales(templates: list[str]) -> Dialect:
     if any(template.endswith(".weight_scale_2") for template in templates):
         return MODELOPT
     return QUARK if any(template.endswith(".weight_scale") for template in templates) else NATIVE
-
-
-def to_native(name: str, dialect: Dialect = NATIVE) -> str:
-    """`dialect.to_native(name)`."""
-    return dialect.to_native(name)
-
-
-def from_native(name: str, dialect: Dialect) -> str:
-    """`dialect.from_native(name)`."""
-    return dialect.from_native(name)

@@ -65,9 +65,3 @@ class NativeView:
         return sorted(
             {indices[0] for place, group in self.modules.items() if place.startswith("mtp.*.") for indices in group}
         )
-
-    def layers(self) -> list[int]:
-        """The target layers that hold any tensor, in order."""
-        return sorted(
-            {indices[0] for place, group in self.modules.items() if place.startswith("layers.*.") for indices in group}
-        )

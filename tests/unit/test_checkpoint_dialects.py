@@ -14,8 +14,6 @@ from sglang_dsv4.checkpoint.dialects import (
     QUARK,
     TRANSFORMERS,
     detect_dialect,
-    from_native,
-    to_native,
 )
 from sglang_dsv4.errors import UnknownDialectError
 
@@ -65,8 +63,8 @@ def test_public_layouts_are_told_apart_and_read(layout):
 @pytest.mark.parametrize("group", ["mtp", "dspark"])
 def test_native_names_go_there_and_back(dialect, group):
     native = list(grammar.expand("native_fp4_fp8", "tiny_flash", group))
-    written = [from_native(name, dialect) for name in native]
-    assert [to_native(name, dialect) for name in written] == native
+    written = [dialect.from_native(name) for name in native]
+    assert [dialect.to_native(name) for name in written] == native
     assert len(set(written)) == len(native)
 
 
