@@ -250,9 +250,7 @@ def _handed_down(inputs: Inputs, target: Model | None) -> str:
     else:
         verdict = moe_backends.judge(_case(inputs, target.layout, "auto", inputs.ranks.a2a))
         handed = verdict.runner if verdict.rule.declares and verdict.runner else "auto"
-    if handed == "flashinfer_megamoe":
-        return "flashinfer_trtllm"
-    return "auto" if handed.startswith("lora_") else handed
+    return drafts.inherited_runner(handed)
 
 
 def _runs(inputs: Inputs, layout: str, runner: str, a2a: str) -> bool:
@@ -324,7 +322,13 @@ def _speculation(inputs: Inputs) -> Iterator[Refusal]:
     yield from drafts.algorithm_refusals(spec, inputs.draft_kind, v41=inputs.sizes.v41)
     if inputs.serving:
         yield from drafts.dspark_refusals(
-            spec, arch=inputs.arch, pp=ranks.pp, attn_dp=ranks.attn_dp, attn_cp=ranks.attn_cp, a2a=ranks.a2a
+            spec,
+            arch=inputs.arch,
+            pp=ranks.pp,
+            attn_dp=ranks.attn_dp,
+            attn_cp=ranks.attn_cp,
+            a2a=ranks.a2a,
+            runner=inputs.runner,
         )
     if drafts.draft_a2a(spec, ranks.a2a) == "deepep_v2":
         what = "deepep_v2 is not validated for drafts"
@@ -332,11 +336,8 @@ def _speculation(inputs: Inputs) -> Iterator[Refusal]:
 
 
 def _of_draft(found: Refusal) -> Refusal:
-    return (
-        found
-        if found.what.startswith("draft") or found.code.startswith("draft")
-        else replace(found, what=f"draft: {found.what}")
-    )
+    says_so = found.code.startswith("draft") or found.what.startswith("draft")
+    return found if says_so else replace(found, what=f"draft: {found.what}")
 
 
 def _some(found: Refusal | None) -> list[Refusal]:

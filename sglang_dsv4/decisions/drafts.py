@@ -81,9 +81,13 @@ def algorithm_refusals(spec: Speculation, kind: DraftKind, *, v41: bool = False)
 
 
 def dspark_refusals(
-    spec: Speculation, *, arch: str, pp: int, attn_dp: int, attn_cp: int, a2a: str
+    spec: Speculation, *, arch: str, pp: int, attn_dp: int, attn_cp: int, a2a: str, runner: str
 ) -> Iterator[Refusal]:
-    """What DSpark excludes (srt/arg_groups/speculative_hook.py:666)."""
+    """What DSpark excludes (srt/arg_groups/speculative_hook.py:666).
+
+    `runner` is the target's. A draft runner equal to it is no contradiction: SGLang's resolution itself fills the option
+    in that way (srt/arg_groups/overrides.py:1649).
+    """
     if spec.algorithm != "DSPARK":
         return
     if arch == "cpu":
@@ -93,9 +97,9 @@ def dspark_refusals(
         yield Refusal(
             "draft-pp", "DSpark excludes pipeline parallelism outside a prefill server", found=f"--pp-size {pp}"
         )
-    if spec.runner is not None:
+    if spec.runner not in (None, runner, inherited_runner(runner)):
         what = "DSpark runs its draft with the target's MoE runner and ignores --speculative-moe-runner-backend"
-        yield Refusal("draft-runner", what, found=spec.runner, remedy="Leave the option out.")
+        yield Refusal("draft-runner", what, found=str(spec.runner), remedy="Leave the option out.")
     if attn_dp > 1:
         if not spec.dp_lm_head:
             yield Refusal("draft-dp", "DSpark with data-parallel attention needs --enable-dp-lm-head")
@@ -111,6 +115,13 @@ def dspark_refusals(
         yield Refusal(
             "draft-a2a", what, found=f"--speculative-moe-a2a-backend {spec.a2a}", remedy="Leave the option out."
         )
+
+
+def inherited_runner(target: str) -> str:
+    """The draft's MoE runner where none is named (srt/arg_groups/overrides.py:1649)."""
+    if target == "flashinfer_megamoe":
+        return "flashinfer_trtllm"
+    return "auto" if target.startswith("lora_") else target
 
 
 def draft_a2a(spec: Speculation, target: str) -> str:

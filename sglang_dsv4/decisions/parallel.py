@@ -8,6 +8,7 @@ indexer, which every rank holds whole (srt/models/deepseek_v4.py:1095).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -150,6 +151,7 @@ def working_tp(
     return [tp for tp in range(1, MOST_RANKS + 1) if works(tp)]
 
 
+@functools.lru_cache(maxsize=256)
 def working_sizes(sizes: Sizes, ranks: Ranks, routed: Width, *, shared_tp1: bool = False, padded: bool = False) -> str:
     """A sentence that lists the TP sizes which work for this checkpoint, with and without expert parallelism."""
     tried = [(False, shared_tp1), (True, shared_tp1), (True, True)]

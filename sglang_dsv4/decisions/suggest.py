@@ -11,26 +11,47 @@ from sglang_dsv4 import envs
 from sglang_dsv4.decisions.decide import Flags, Inputs, decide
 from sglang_dsv4.decisions.drafts import ALGORITHM_OF, Speculation
 from sglang_dsv4.decisions.parallel import Ranks
+from sglang_dsv4.decisions.verdict import Refusal
 
 Fix = Callable[[Inputs], Inputs]
 
-MOST_FIXES = 3
+MOST_STEPS = 6
+REMAINING = 8
 
 
 def nearest(inputs: Inputs) -> Inputs | None:
-    """Inputs that `decide` accepts, at most three changes away and giving up as little as possible; None when none are.
+    """Inputs that `decide` accepts, reached by curing one refusal after the other; None when one has no cure.
 
-    Losing a rank or the draft weighs more than losing a choice of kernel.
+    Each cure is the one or two changes that give up least. Losing a rank or the draft weighs more than losing a kernel.
     """
+    for _ in range(MOST_STEPS):
+        refusals = decide(inputs).refusals
+        if not refusals:
+            return inputs
+        cured = _cure(inputs, refusals[0])
+        if cured is None:
+            return None
+        inputs = cured
+    return None
+
+
+def _cure(inputs: Inputs, refusal: Refusal) -> Inputs | None:
+    """The cheapest change after which this kind of refusal is gone; each one that is left then adds to the price."""
     fixes = [(cost, fix) for cost, fix in _fixes(inputs) if fix(inputs) != inputs]
-    groups = [group for count in range(MOST_FIXES + 1) for group in itertools.combinations(fixes, count)]
+    groups = [group for count in (1, 2) for group in itertools.combinations(fixes, count)]
+    best: tuple[int, Inputs] | None = None
     for group in sorted(groups, key=lambda group: sum(cost for cost, _ in group)):
+        cost = sum(cost for cost, _ in group)
+        if best is not None and cost >= best[0]:
+            break
         changed = inputs
         for _, fix in group:
             changed = fix(changed)
-        if decide(changed).ok:
-            return changed
-    return None
+        left = decide(changed).refusals
+        price = cost + REMAINING * len(left)
+        if all(other.code != refusal.code for other in left) and (best is None or price < best[0]):
+            best = (price, changed)
+    return best[1] if best else None
 
 
 def _fixes(inputs: Inputs) -> Iterator[tuple[int, Fix]]:

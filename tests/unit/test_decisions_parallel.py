@@ -1,0 +1,152 @@
+"""Parallel sizes: which ones a checkpoint allows, against slices counted out one by one."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import sglang_source
+
+from sglang_dsv4.decisions import parallel
+from sglang_dsv4.decisions.parallel import Ranks, Sizes, parallel_refusals, routed_width, working_tp
+
+FLASH = Sizes(layers=43, heads=64, head_dim=512, o_groups=8, o_lora_rank=1024, experts=256, moe_intermediate=2048)
+PRO = Sizes(layers=61, heads=128, head_dim=512, o_groups=16, o_lora_rank=1024, experts=384, moe_intermediate=3072)
+V41 = Sizes(40, 64, 512, 8, 1024, 384, 2304, block=(32, 32), v41=True)
+FP8 = routed_width("fp8", "triton", "sm90", (128, 128))
+
+
+def codes(sizes, ranks, routed=FP8, **options):
+    return [refusal.code for refusal in parallel_refusals(sizes, ranks, routed, **options)]
+
+
+def ends_on_blocks(width, share, block):
+    """Whether every rank's slice of range(width) starts and ends on a block border."""
+    if width % share:
+        return False
+    borders = {rank * width // share for rank in range(share + 1)}
+    return all(border % block == 0 for border in borders)
+
+
+def dealt(width, share, block):
+    """Whether whole blocks, dealt in equal numbers with zeros at the end, give every rank something."""
+    return len(range(0, width, block)) >= share
+
+
+@pytest.mark.parametrize("width", [384, 768, 2048, 2304, 3072])
+@pytest.mark.parametrize("block", [32, 128])
+def test_routed_widths_against_slices_counted_out(width, block):
+    sizes = Sizes(4, 64, 512, 64, 1024, 64, width, shared_experts=0, block=(block, block))
+    layout = "fp8" if block == 128 else "fp8_odd"
+    routed = routed_width(layout, "triton", "sm90", sizes.block)
+    for tp, ep in itertools.product([1, 2, 4, 8, 16, 32, 64], repeat=2):
+        if tp % ep:
+            continue
+        found = codes(sizes, Ranks(tp, ep=ep), routed)
+        assert ("parallel-routed-block" in found) == (not ends_on_blocks(width, tp // ep, block)), (tp, ep)
+        found = codes(sizes, Ranks(tp, ep=ep), routed, padded=True)
+        assert ("parallel-routed-block" in found) == (not dealt(width, tp // ep, block)), (tp, ep)
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_shared_experts_split_over_all_ranks(shared):
+    sizes = Sizes(4, 64, 512, 64, 1024, 64, 384, shared_experts=shared)
+    for tp in (1, 2, 4, 8):
+        ranks = Ranks(tp, ep=tp)
+        assert ("parallel-shared-block" in codes(sizes, ranks)) == (not ends_on_blocks(384 * shared, tp, 128))
+        assert codes(sizes, ranks, shared_tp1=True) == []
+        assert codes(sizes, Ranks(tp, a2a="deepep")) == []
+
+
+PUBLISHED = [
+    (FLASH, Ranks(8), []),
+    (FLASH, Ranks(16), ["parallel-heads"]),
+    (FLASH, Ranks(16, attn_dp=2), []),
+    (FLASH, Ranks(16, attn_dp=16, a2a="deepep"), []),
+    (FLASH, Ranks(8, pp=2), []),
+    (PRO, Ranks(8), []),
+    (PRO, Ranks(16), ["parallel-routed-block", "parallel-shared-block"]),
+    (PRO, Ranks(16, ep=16), ["parallel-shared-block"]),
+    (PRO, Ranks(8, ep=3), ["parallel-ep"]),
+    (PRO, Ranks(8, pp=62), ["parallel-pp"]),
+    (V41, Ranks(8, pp=2), ["parallel-pp"]),
+    (FLASH, Ranks(8, attn_dp=3), ["parallel-attn"]),
+    (FLASH, Ranks(8, attn_dp=2, dp=2), ["parallel-dp"]),
+    (FLASH, Ranks(8, dcp=3), ["parallel-dcp"]),
+    (FLASH, Ranks(8, prefill_cp=True), []),
+    (FLASH, Ranks(16, prefill_cp=True), ["parallel-cp"]),
+    (FLASH, Ranks(8, prefill_cp=True, a2a="mooncake"), ["parallel-cp"]),
+    (FLASH, Ranks(8, moe_dp=2, attn_cp=2), []),
+    (FLASH, Ranks(8, moe_dp=2), ["parallel-moe-dp"]),
+    (FLASH, Ranks(0), ["parallel-size"]),
+]
+
+
+@pytest.mark.parametrize(("sizes", "ranks", "expected"), PUBLISHED)
+def test_known_launches(sizes, ranks, expected):
+    assert codes(sizes, ranks) == expected
+
+
+def test_dense_blocks_are_counted_on_the_attention_ranks():
+    narrow = Sizes(4, 4, 32, 2, 64, 8, 256)
+    assert codes(narrow, Ranks(2)) == ["parallel-dense-block", "parallel-dense-block"]
+    assert codes(narrow, Ranks(2, attn_dp=2)) == []
+    assert (
+        codes(Sizes(4, 4, 32, 2, 64, 8, 256, block=None), Ranks(2), routed_width("bf16", "triton", "sm90", None)) == []
+    )
+
+
+def test_experts_have_to_divide_evenly():
+    assert codes(Sizes(4, 64, 512, 8, 1024, 6, 2048), Ranks(4, ep=4)) == ["parallel-experts"]
+    assert "parallel-experts" in codes(Sizes(4, 64, 512, 8, 1024, 4, 2048), Ranks(8))
+
+
+@pytest.mark.parametrize(
+    ("layout", "runner", "arch", "block", "multiple"),
+    [
+        ("fp4", "flashinfer_mxfp4", "sm90", (128, 128), 128),
+        ("fp4", "flashinfer_mxfp4", "sm120", (32, 32), 128),
+        ("fp4", "flashinfer_mxfp4", "sm100", (128, 128), 32),
+        ("fp4", "marlin", "sm90", (128, 128), 32),
+        ("fp4", "deep_gemm", "sm100", (128, 128), 128),
+        ("fp4", "humming", "sm90", (128, 128), 128),
+        ("fp4", "aiter", "gfx950", (128, 128), 32),
+        ("fp4", "triton", "cpu", (128, 128), 128),
+        ("fp4", "triton", "cpu", (32, 32), 32),
+        ("fp8_odd", "triton", "sm90", (32, 32), 32),
+        ("nvfp4", "marlin", "sm90", (128, 128), 16),
+        ("bf16", "triton", "sm90", None, 1),
+    ],
+)
+def test_what_a_slice_has_to_be_a_multiple_of(layout, runner, arch, block, multiple):
+    width = routed_width(layout, runner, arch, block)
+    assert width.multiple == multiple
+    path, number = width.source.split(":")
+    assert any(word in sglang_source.line(path, int(number)) for word in ("%", "multiple")), width.source
+
+
+@pytest.mark.parametrize("sizes", [FLASH, PRO, V41, Sizes(4, 4, 512, 2, 128, 8, 256)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_sizes_that_are_listed_work_and_no_others(sizes, padded):
+    routed = routed_width("fp8", "triton", "sm90", sizes.block)
+    refusals = parallel_refusals(sizes, Ranks(64, ep=7), routed, padded=padded)
+    listed = re.search(r"Sizes that work: --tp-size ([0-9, ]+)", refusals[-1].remedy)[1]
+    works = [int(number) for number in listed.split(",")]
+    for tp in range(1, 65):
+        assert (tp in works) == (codes(sizes, Ranks(tp), routed, padded=padded) == [])
+    assert works == working_tp(sizes, Ranks(64, ep=7), routed, spanning=False, padded=padded)
+
+
+def test_tp16_of_pro_is_told_the_two_ways_out():
+    (*_, last) = parallel_refusals(PRO, Ranks(16), FP8)
+    assert "--tp-size 1, 2, 4, 8" in last.remedy
+    assert "with --ep-size equal to it and SGLANG_SHARED_EXPERT_TP1=1" in last.remedy
+    assert "16" in last.remedy
+
+
+def test_tables_copied_from_sglang_are_still_the_same():
+    spanning = sglang_source.assigned("srt/arg_groups/overrides.py", "_A2A_EP_SPANNING_BACKENDS")
+    assert set(spanning) == parallel.EP_SPANS_TP
+    allowed = sglang_source.assigned("srt/arg_groups/deepseek_v4_hook.py", "supported_a2a_backends")
+    assert allowed == parallel.CP_A2A
