@@ -16,12 +16,16 @@ from typing import Any
 from sglang_dsv4.compat import SUPPORTED, installed_version
 from sglang_dsv4.errors import UnsupportedVersionError
 
+SETTLE_SECONDS = 0.005
+"""OpenMP workers of the call before spin for some milliseconds, and would take a CPU from the next one."""
+
 
 def medians(first: Callable[[], object], second: Callable[[], object], repeat: int) -> tuple[float, float]:
     """Median seconds of each, over `repeat` calls taken in turn, so that other load on the machine meets both."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeat):
         for function, taken in zip((first, second), seconds, strict=True):
+            time.sleep(SETTLE_SECONDS)
             begin = time.perf_counter()
             function()
             taken.append(time.perf_counter() - begin)
