@@ -85,8 +85,8 @@ def dspark_refusals(
 ) -> Iterator[Refusal]:
     """What DSpark excludes (srt/arg_groups/speculative_hook.py:666).
 
-    `runner` is the target's. A draft runner equal to it is no contradiction: SGLang's own resolution fills the option in
-    that way (srt/arg_groups/overrides.py:1649).
+    `runner` is the target's. A draft runner equal to it is no contradiction: SGLang's own resolution fills the option
+    in that way (srt/arg_groups/overrides.py:1649).
     """
     if spec.algorithm != "DSPARK":
         return
