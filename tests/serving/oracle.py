@@ -137,6 +137,21 @@ def model(folder: Path) -> torch.nn.Module:
     return reference
 
 
+def differences(expected: dict[str, np.ndarray], loaded: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose shape, dtype or any bit differs."""
+    return [
+        name
+        for name, array in expected.items()
+        if array.shape != loaded[name].shape
+        or array.dtype != loaded[name].numpy().dtype
+        or not np.array_equal(_raw(array), _raw(loaded[name].numpy()))
+    ]
+
+
+def _raw(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
 @torch.inference_mode()
 def logits(reference: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     """Full-vocabulary logits of every position, (len(ids), vocabulary), float32."""

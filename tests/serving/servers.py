@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 OURS, UPSTREAM = "sglang_dsv4", "auto"
-THREADS = 2  # the same in the servers and in the oracle: float32 sums depend on it
+THREADS = 1  # the same in the servers and in the oracle: the order of float32 sums depends on it
 
 
 @dataclass
@@ -46,6 +46,10 @@ class Server:
     def generate(self, prompt: str | Sequence[int], tokens: int, **body: Any) -> dict[str, Any]:
         """``/generate`` greedily, ``tokens`` tokens; a prompt is text or token ids."""
         return self.post("/generate", generate_body(prompt, tokens) | body)
+
+    def flush(self) -> None:
+        """Forget every cached prefix, once the last request has left the scheduler."""
+        urllib.request.urlopen(self.url("/flush_cache?timeout=30"), b"", timeout=60).close()
 
     def _open(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
