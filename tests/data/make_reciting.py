@@ -21,16 +21,17 @@ import torch
 from torch.nn.utils import parametrize
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from sglang_dsv4.checkpoint.config import ModelConfigFacts
+from sglang_dsv4.checkpoint.dialects import TRANSFORMERS
 from sglang_dsv4.checkpoint.tiny import quantize as q
-from sglang_dsv4.checkpoint.tiny.config import Config, Sizes, native_config
+from sglang_dsv4.checkpoint.tiny.config import Config, native_config
 from sglang_dsv4.checkpoint.tiny.grammar import Slot, slots
 from sglang_dsv4.checkpoint.tiny.make import Options, write_model
-from sglang_dsv4.checkpoint.tiny.names import TRANSFORMERS, renamer
 from sglang_dsv4.checkpoint.tiny.sources import Drawn
 from sglang_dsv4.checkpoint.tiny.storage import floats
 from sglang_dsv4.checkpoint.tiny.tokenizer import byte_ids
 
-SEED, STEPS, WARM_UP, PEAK_RATE, SHARDS = 4, 50, 8, 2e-3, 2
+SEED, STEPS, WARM_UP, PEAK_RATE, SHARDS = 4, 40, 8, 2e-3, 2
 
 TEXTS = {
     "promise": """\
@@ -58,7 +59,7 @@ what was read, who chose it, and how it fits.
 }
 
 BF16_ROLES = ("embed", "head", "linear", "norm")
-ROUNDED = ("expert", "shared", "attn", "wo_a", "indexer_q", "compressor_kv", *BF16_ROLES)
+ROUNDED = ("expert", "shared", "fp8", "wo_a", "indexer_q", "compressor_kv", *BF16_ROLES)
 
 
 def stored(role: str, values: q.Floats) -> q.Numbers:
@@ -68,7 +69,7 @@ def stored(role: str, values: q.Floats) -> q.Numbers:
             return q.to_fp4(values)
         case "shared":
             return q.fp4_to_fp8(q.to_fp4(values), role)
-        case "attn" | "wo_a" | "indexer_q":
+        case "fp8" | "wo_a" | "indexer_q":
             return q.to_fp8(values)
         case "compressor_kv":
             return q.Plain(q.to_bf16(q.to_fp8(values).floats()))
@@ -91,14 +92,12 @@ class AsStored(torch.nn.Module):
 
 def home(slot: Slot) -> tuple[str, str]:
     """The module and attribute of transformers' model that hold a native tensor, alone or stacked with others."""
-    stem = renamer(TRANSFORMERS)(slot.name.removesuffix(".weight"))
+    name = TRANSFORMERS.from_native(slot.name)
     if slot.role == "expert":
-        experts, _, leaf = stem.rsplit(".", 2)
+        experts, _, leaf, _ = name.rsplit(".", 3)
         return experts, leaf if leaf == "down_proj" else "gate_up_proj"
-    if slot.name.endswith(".weight"):
-        return stem, "weight"
-    module, _, leaf = stem.rpartition(".")
-    return module, leaf
+    module, _, attribute = name.rpartition(".")
+    return module, attribute
 
 
 def part(model: torch.nn.Module, slot: Slot) -> torch.Tensor:
@@ -158,7 +157,7 @@ def main() -> int:
     torch.manual_seed(SEED)
     torch.set_num_threads(2)
     config = native_config("tiny", "none")
-    tensors = [slot for group in slots(Sizes.of(config), "none") for slot in group]
+    tensors = [slot for group in slots(ModelConfigFacts.from_json(config), "none") for slot in group]
     texts = [[config["bos_token_id"], *byte_ids(text), config["eos_token_id"]] for text in TEXTS.values()]
 
     model = new_model(config, tensors)

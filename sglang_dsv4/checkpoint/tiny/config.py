@@ -1,9 +1,8 @@
-"""The native config.json of a made checkpoint, and the sizes that the tensor grammar reads from one."""
+"""The native config.json of a made checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 Draft = Literal["none", "mtp", "dspark"]
@@ -11,9 +10,6 @@ Config = dict[str, Any]
 
 DSPARK_STAGES = 3
 """Draft modules of a bundled DSpark release: one for each of the last layers that it reads."""
-
-FP8_BLOCK = 128
-"""Edge of an FP8 block, in rows and in columns."""
 
 # What every release of the family shares; the keys and values of the published Flash config.
 COMMON: Config = {
@@ -52,7 +48,7 @@ COMMON: Config = {
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "scale_fmt": "ue8m0",
-        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "weight_block_size": [128, 128],
     },
 }
 
@@ -148,54 +144,3 @@ def draft_of(config: Mapping[str, Any]) -> Draft:
     if config.get("dspark_target_layer_ids"):
         return "dspark"
     return "mtp" if config.get("num_nextn_predict_layers") else "none"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The numbers of a native config.json that tensor names and shapes depend on."""
-
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    head_dim: int
-    q_rank: int
-    o_groups: int
-    o_rank: int
-    experts: int
-    top_k: int
-    shared: int
-    inner: int
-    hash_layers: int
-    streams: int
-    index_heads: int
-    index_dim: int
-    ratios: tuple[int, ...]
-    markov_rank: int
-    stages: int
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Sizes:
-        """Read from the keys of a native config.json; `KeyError` names a key that is absent."""
-        layers = config["num_hidden_layers"]
-        return cls(
-            vocab=config["vocab_size"],
-            hidden=config["hidden_size"],
-            layers=layers,
-            heads=config["num_attention_heads"],
-            head_dim=config["head_dim"],
-            q_rank=config["q_lora_rank"],
-            o_groups=config["o_groups"],
-            o_rank=config["o_lora_rank"],
-            experts=config["n_routed_experts"],
-            top_k=config["num_experts_per_tok"],
-            shared=config["n_shared_experts"],
-            inner=config["moe_intermediate_size"],
-            hash_layers=config["num_hash_layers"],
-            streams=config["hc_mult"],
-            index_heads=config["index_n_heads"],
-            index_dim=config["index_head_dim"],
-            ratios=tuple(config["compress_ratios"][:layers]),
-            markov_rank=config.get("dspark_markov_rank", 0),
-            stages=len(config.get("dspark_target_layer_ids", ())),
-        )

@@ -1,18 +1,47 @@
-"""Which tensors a native DeepSeek-V4 checkpoint has: name, role and logical shape, in file order.
+"""The tensors of a native checkpoint, shard by shard: the rows of `checkpoint.modules` with numbers put in, and a role.
 
 Shapes are `[out, in]` of the numbers themselves; how a role is stored is the layout's matter.
-Checked against the published releases: 69,187 tensors in Flash with its MTP module, 72,317 with its DSpark stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from sglang_dsv4.checkpoint.tiny.config import Draft, Sizes
+from sglang_dsv4.checkpoint.config import ModelConfigFacts
+from sglang_dsv4.checkpoint.modules import Kind, Module, derived, layer_modules, root_modules, stage_modules
+from sglang_dsv4.checkpoint.names import join_indices
+from sglang_dsv4.checkpoint.tiny.config import Draft
 
-CSA, HCA = 4, 128
-"""Compression ratios: compressed sparse attention (compressor and indexer), heavily compressed (compressor only)."""
+FAMILY = "v4"
+
+_WITH_RATIO = {0: set[str](), 4: {"csa"}, 128: {"hca"}}
+"""Compression ratio -> the rows that only such a layer has."""
+
+_ROLES = {
+    "embed": "embed",
+    "head": "head",
+    "markov_head.markov_w1": "embed",
+    "markov_head.markov_w2": "embed",
+    "confidence_head.proj": "linear",
+    "attn.wo_a": "wo_a",
+    "attn.attn_sink": "sink",
+    "attn.compressor.ape": "ape",
+    "attn.compressor.wkv": "compressor_kv",
+    "attn.compressor.wgate": "linear",
+    "attn.indexer.wq_b": "indexer_q",
+    "attn.indexer.weights_proj": "linear",
+    "attn.indexer.compressor.ape": "ape",
+    "attn.indexer.compressor.wkv": "linear",
+    "attn.indexer.compressor.wgate": "linear",
+    "ffn.gate": "linear",
+    "ffn.gate.bias": "gate_bias",
+    "ffn.gate.tid2eid": "tid2eid",
+    "ffn.shared_experts.w1": "shared",
+    "ffn.shared_experts.w2": "shared",
+    "ffn.shared_experts.w3": "shared",
+}
+"""Place -> role, where the kind of row does not tell: `linear` ones are BF16 in every release."""
 
 
 class Slot(NamedTuple):
@@ -23,91 +52,49 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
 
 
-def slots(sizes: Sizes, draft: Draft) -> Iterator[list[Slot]]:
+def slots(config: ModelConfigFacts, draft: Draft) -> Iterator[list[Slot]]:
     """All tensors, one list per shard of a release: the embedding, each layer, the rest, each draft module."""
-    s = sizes
-    yield [Slot("embed.weight", "embed", (s.vocab, s.hidden))]
-    for index, ratio in enumerate(s.ratios):
-        yield list(_layer(f"layers.{index}.", s, ratio, hashed=index < s.hash_layers))
-    yield [Slot("head.weight", "head", (s.vocab, s.hidden)), Slot("norm.weight", "norm", (s.hidden,)), *_hc_head("", s)]
-    if draft == "mtp":
-        yield [*_layer("mtp.0.", s, 0, hashed=False), *_mtp_extra("mtp.0.", s)]
-    elif draft == "dspark":
-        for stage in range(s.stages):
-            yield [*_layer(f"mtp.{stage}.", s, 0, hashed=False), *_dspark_extra(f"mtp.{stage}.", s, stage)]
+    size = derived(config)
+    embed, *rest = _expand("", root_modules(FAMILY), {"every", "last"}, size)
+    yield [embed]
+    for layer, ratio in enumerate(config.ratios):
+        router = "hash" if layer < config.hash_layers else "router"
+        yield list(_expand(f"layers.{layer}.", layer_modules(FAMILY), {"every", router} | _WITH_RATIO[ratio], size))
+    yield rest
+    for stage, last in enumerate(_stages(config, draft)):
+        ends = {"first"} if stage == 0 else set()
+        rows = [row for row in stage_modules(FAMILY, draft) if not (row.optional and row.kind is Kind.PLAIN)]
+        yield list(_expand(f"mtp.{stage}.", rows, {"every", "router"} | ends | ({"last"} if last else set()), size))
 
 
-def _layer(p: str, s: Sizes, ratio: int, hashed: bool) -> Iterator[Slot]:
-    wide = s.heads * s.head_dim
-    yield Slot(f"{p}attn.wq_a.weight", "attn", (s.q_rank, s.hidden))
-    yield Slot(f"{p}attn.wq_b.weight", "attn", (wide, s.q_rank))
-    yield Slot(f"{p}attn.wkv.weight", "attn", (s.head_dim, s.hidden))
-    yield Slot(f"{p}attn.wo_a.weight", "wo_a", (s.o_groups * s.o_rank, wide // s.o_groups))
-    yield Slot(f"{p}attn.wo_b.weight", "attn", (s.hidden, s.o_groups * s.o_rank))
-    yield Slot(f"{p}attn.attn_sink", "sink", (s.heads,))
-    yield Slot(f"{p}attn.q_norm.weight", "norm", (s.q_rank,))
-    yield Slot(f"{p}attn.kv_norm.weight", "norm", (s.head_dim,))
-    if ratio:
-        # CSA windows overlap: the projections hold both phases side by side
-        yield from _compressor(f"{p}attn.compressor.", "compressor_kv", s.hidden, ratio, s.head_dim)
-    if ratio == CSA:
-        yield Slot(f"{p}attn.indexer.wq_b.weight", "indexer_q", (s.index_heads * s.index_dim, s.q_rank))
-        yield Slot(f"{p}attn.indexer.weights_proj.weight", "linear", (s.index_heads, s.hidden))
-        yield from _compressor(f"{p}attn.indexer.compressor.", "linear", s.hidden, CSA, s.index_dim)
-    yield Slot(f"{p}attn_norm.weight", "norm", (s.hidden,))
-    yield Slot(f"{p}ffn_norm.weight", "norm", (s.hidden,))
-    mix = (2 + s.streams) * s.streams
-    for site in ("attn", "ffn"):
-        yield Slot(f"{p}hc_{site}_fn", "hc_fn", (mix, s.streams * s.hidden))
-        yield Slot(f"{p}hc_{site}_base", "hc_base", (mix,))
-        yield Slot(f"{p}hc_{site}_scale", "hc_scale", (3,))
-    yield Slot(f"{p}ffn.gate.weight", "linear", (s.experts, s.hidden))
-    if hashed:
-        yield Slot(f"{p}ffn.gate.tid2eid", "tid2eid", (s.vocab, s.top_k))
-    else:
-        yield Slot(f"{p}ffn.gate.bias", "gate_bias", (s.experts,))
-    yield from _expert(f"{p}ffn.shared_experts.", "shared", s.hidden, s.shared * s.inner)
-    for expert in range(s.experts):
-        yield from _expert(f"{p}ffn.experts.{expert}.", "expert", s.hidden, s.inner)
+def _stages(config: ModelConfigFacts, draft: Draft) -> list[bool]:
+    """For each draft module whether it is the last."""
+    if draft == "none":
+        return []
+    count = len(config.dspark.target_layer_ids) if draft == "dspark" and config.dspark else 1
+    return [stage == count - 1 for stage in range(count)]
 
 
-def _compressor(p: str, kv_role: str, hidden: int, ratio: int, dim: int) -> Iterator[Slot]:
-    width = 2 * dim if ratio == CSA else dim
-    yield Slot(f"{p}ape", "ape", (ratio, width))
-    yield Slot(f"{p}norm.weight", "norm", (dim,))
-    yield Slot(f"{p}wkv.weight", kv_role, (width, hidden))
-    yield Slot(f"{p}wgate.weight", "linear", (width, hidden))
+def _expand(prefix: str, rows: Iterable[Module], where: set[str], size: dict[str, int]) -> Iterator[Slot]:
+    for row in rows:
+        if row.where not in where:
+            continue
+        suffix = "" if row.kind in (Kind.BARE, Kind.IDS) else ".weight"
+        shape = tuple(size[symbol] for symbol in row.shape)
+        experts = range(size["E"]) if row.kind is Kind.EXPERT else (0,)
+        for expert in experts:
+            place = join_indices(row.place, [str(expert)]) if row.kind is Kind.EXPERT else row.place
+            yield Slot(f"{prefix}{place}{suffix}", _role(row), shape)
 
 
-def _expert(p: str, role: str, hidden: int, inner: int) -> Iterator[Slot]:
-    yield Slot(f"{p}w1.weight", role, (inner, hidden))
-    yield Slot(f"{p}w2.weight", role, (hidden, inner))
-    yield Slot(f"{p}w3.weight", role, (inner, hidden))
-
-
-def _hc_head(p: str, s: Sizes) -> list[Slot]:
-    return [
-        Slot(f"{p}hc_head_fn", "hc_fn", (s.streams, s.streams * s.hidden)),
-        Slot(f"{p}hc_head_base", "hc_base", (s.streams,)),
-        Slot(f"{p}hc_head_scale", "hc_scale", (1,)),
-    ]
-
-
-def _mtp_extra(p: str, s: Sizes) -> Iterator[Slot]:
-    yield Slot(f"{p}e_proj.weight", "draft", (s.hidden, s.hidden))
-    yield Slot(f"{p}h_proj.weight", "draft", (s.hidden, s.hidden))
-    for norm in ("enorm", "hnorm", "norm"):
-        yield Slot(f"{p}{norm}.weight", "norm", (s.hidden,))
-    yield from _hc_head(p, s)
-
-
-def _dspark_extra(p: str, s: Sizes, stage: int) -> Iterator[Slot]:
-    if stage == 0:
-        yield Slot(f"{p}main_proj.weight", "draft", (s.hidden, s.stages * s.hidden))
-        yield Slot(f"{p}main_norm.weight", "norm", (s.hidden,))
-    if stage == s.stages - 1:
-        yield Slot(f"{p}norm.weight", "norm", (s.hidden,))
-        yield from _hc_head(p, s)
-        yield Slot(f"{p}markov_head.markov_w1.weight", "embed", (s.vocab, s.markov_rank))
-        yield Slot(f"{p}markov_head.markov_w2.weight", "embed", (s.vocab, s.markov_rank))
-        yield Slot(f"{p}confidence_head.proj.weight", "linear", (1, s.hidden + s.markov_rank))
+def _role(row: Module) -> str:
+    if row.place in _ROLES:
+        return _ROLES[row.place]
+    match row.kind:
+        case Kind.EXPERT:
+            return "expert"
+        case Kind.LINEAR:
+            return "fp8"
+        case Kind.PLAIN:
+            return "norm"
+    return f"hc_{row.place.rpartition('_')[2]}"  # hc_attn_fn and its kin

@@ -1,4 +1,4 @@
-"""The public layouts as data: which scheme stores each role, how names are spelled, what config.json says of it."""
+"""The public layouts as data: how each role is stored, how names are spelled, what config.json says of it."""
 
 from __future__ import annotations
 
@@ -6,55 +6,57 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dsv4.checkpoint import dialects
 from sglang_dsv4.checkpoint.tiny import quantization_config as qc
 from sglang_dsv4.checkpoint.tiny import storage as st
 from sglang_dsv4.checkpoint.tiny.config import Config, Draft
-from sglang_dsv4.checkpoint.tiny.names import SAVED, TRANSFORMERS, native, renamer
 from sglang_dsv4.errors import FlagError
 
 Storage = Mapping[str, st.Scheme[Any]]
 
-QUANTISED = ("attn", "wo_a", "indexer_q", "shared", "draft")
-"""Roles that the native layout stores as block FP8."""
-
-_BF16 = ("embed", "head", "norm", "linear", "compressor_kv")
-_F32 = ("hc_fn", "hc_base", "hc_scale", "ape", "sink", "gate_bias")
-_UNQUANTISED = dict.fromkeys(_F32, st.plain("F32")) | {"tid2eid": st.plain("I64")}
-
-
-def _storage(fp8: st.Scheme[Any], expert: st.Scheme[Any]) -> Storage:
-    return {
-        **_UNQUANTISED,
-        **dict.fromkeys(_BF16, st.plain("BF16")),
-        **dict.fromkeys(QUANTISED, fp8),
-        "expert": expert,
-    }
+_F32, _BF16 = st.plain("F32"), st.plain("BF16")
+_UNQUANTISED: Storage = {
+    **dict.fromkeys(("hc_fn", "hc_base", "hc_scale", "ape", "sink", "gate_bias"), _F32),
+    **dict.fromkeys(("embed", "head", "norm", "linear", "compressor_kv"), _BF16),
+    "tid2eid": st.plain("I64"),
+}
 
 
-NATIVE = _storage(st.fp8(".scale", "F8_E8M0"), st.fp4(".scale", "I8", "F8_E8M0"))
+def _storage(fp8: st.Scheme[Any], expert: st.Scheme[Any], **others: st.Scheme[Any]) -> Storage:
+    quantised = dict.fromkeys(("fp8", "wo_a", "indexer_q", "shared"), fp8)
+    return {**_UNQUANTISED, **quantised, "expert": expert, **others}
+
+
+_FP4, _FP8, _FP8_FLOAT = st.fp4("I8", "F8_E8M0"), st.fp8("F8_E8M0"), st.fp8("F32")
+_NVFP4_CT, _NVFP4_CANADA = st.nvfp4_compressed_tensors(1), st.nvfp4_compressed_tensors()
+
+NATIVE = _storage(_FP8, _FP4)
 """The releases' own: FP4 experts, FP8 blocks, E8M0 scales."""
 
-_FP8, _FP8_FLOAT = st.fp8(".scale", "F8_E8M0"), st.fp8(".scale", "F32")
-_INVERSE, _INVERSE_FLOAT = st.fp8(".weight_scale_inv", "F8_E8M0"), st.fp8(".weight_scale_inv", "F32")
-_ALL_BF16 = _storage(st.plain("BF16"), st.plain("BF16"))
-_CT_VECTOR, _CT_SCALAR = st.nvfp4_compressed_tensors(1), st.nvfp4_compressed_tensors()
+_CONVERTED = _storage(_FP8, _FP8)
+_BASE = _storage(_FP8_FLOAT, _FP8_FLOAT, compressor_kv=_FP8_FLOAT)
+_MODELOPT = _storage(_FP8, st.nvfp4_modelopt())
+_DUMP = _storage(_BF16, _BF16)
+_REDHAT = _storage(st.fp8("BF16"), _NVFP4_CT, shared=_NVFP4_CT)
+_CANADA = _storage(_FP8_FLOAT, _NVFP4_CANADA, shared=_BF16, indexer_q=_BF16)
+_QUARK = _storage(_FP8, st.fp4("U8", "U8"))
 
 
 @dataclass(frozen=True)
 class Layout:
     """One row: the options that name it, and what they mean.
 
-    `draft_storage` differs from `storage` where a re-quantisation left the draft as it was; `draft_embedding` says that
-    the draft has its own copies of embedding and head.
+    `draft_storage` differs from `storage` where a re-quantisation treats the draft differently; `draft_embedding` says
+    that the draft has its own copies of embedding and head.
     """
 
-    experts: str
     names: str
+    experts: str
     scales: str | None
     drafts: tuple[Draft, ...]
+    dialect: dialects.Dialect
     storage: Storage
     config: Callable[[Config], None]
-    rename: Callable[[str], str] = native
     draft_storage: Storage | None = None
     draft_embedding: bool = False
 
@@ -64,74 +66,25 @@ class Layout:
         return f"--names {self.names} --experts {self.experts}{scales} --draft {'|'.join(self.drafts)}"
 
 
+_NONE: tuple[Draft, ...] = ("none",)
+_MTP: tuple[Draft, ...] = ("none", "mtp")
 _ANY: tuple[Draft, ...] = ("none", "mtp", "dspark")
 
 LAYOUTS = (
-    Layout("fp4", "native", "e8m0", _ANY, NATIVE, qc.fp4),
-    Layout("fp8", "native", "e8m0", _ANY, _storage(_FP8, _FP8), qc.fp8),
-    # Base: FP32 scales throughout, and `compressor.wkv` in FP8
+    Layout("native", "fp4", "e8m0", _ANY, dialects.NATIVE, NATIVE, qc.native),
+    Layout("native", "fp8", "e8m0", _ANY, dialects.NATIVE, _CONVERTED, qc.converted),
+    Layout("native", "fp8", "float32", _MTP, dialects.NATIVE, _BASE, qc.base),
+    Layout("native", "nvfp4", "e8m0", _ANY, dialects.MODELOPT, _MODELOPT, qc.modelopt, draft_storage=NATIVE),
+    Layout("native", "bf16", None, _ANY, dialects.NATIVE, _DUMP, qc.unquantised),
+    Layout("hf", "fp4", "e8m0", _NONE, dialects.TRANSFORMERS, NATIVE, qc.transformers),
+    Layout("hf", "fp8", "e8m0", _NONE, dialects.TRANSFORMERS, _CONVERTED, qc.transformers_fp8),
     Layout(
-        "fp8",
-        "native",
-        "float32",
-        ("none", "mtp"),
-        {**_storage(_FP8_FLOAT, _FP8_FLOAT), "compressor_kv": _FP8_FLOAT},
-        qc.base,
+        "hf", "fp8", "float32", _NONE, dialects.TRANSFORMERS, _storage(_FP8_FLOAT, _FP8_FLOAT), qc.transformers_float
     ),
-    # ModelOpt: only the main layers' routed experts change
-    Layout("nvfp4", "native", "e8m0", _ANY, _storage(_FP8, st.nvfp4_modelopt()), qc.modelopt, draft_storage=NATIVE),
-    Layout("bf16", "native", None, _ANY, _ALL_BF16, qc.unquantised),
-    Layout(
-        "fp4",
-        "hf",
-        "e8m0",
-        ("none",),
-        _storage(_INVERSE, st.fp4(".weight_scale_inv", "I8", "F8_E8M0")),
-        qc.transformers,
-        renamer(TRANSFORMERS),
-    ),
-    Layout("fp8", "hf", "e8m0", ("none",), _storage(_INVERSE, _INVERSE), qc.transformers_fp8, renamer(TRANSFORMERS)),
-    Layout(
-        "fp8",
-        "hf",
-        "float32",
-        ("none",),
-        _storage(_INVERSE_FLOAT, _INVERSE_FLOAT),
-        qc.transformers_fp8_float,
-        renamer(TRANSFORMERS),
-    ),
-    Layout("bf16", "hf", None, ("none",), _ALL_BF16, qc.saved, renamer(SAVED)),
-    # RedHat: no draft, shared experts in NVFP4 too, BF16 block scales
-    Layout(
-        "nvfp4",
-        "compressed-tensors",
-        None,
-        ("none",),
-        {**_storage(st.fp8(".weight_scale", "BF16"), _CT_VECTOR), "shared": _CT_VECTOR},
-        qc.redhat,
-    ),
-    # canada-quant: a BF16 draft with its own embedding and head; shared experts and indexer BF16
-    Layout(
-        "nvfp4",
-        "compressed-tensors",
-        "float32",
-        ("mtp",),
-        {
-            **_storage(st.fp8(".weight_scale", "F32"), _CT_SCALAR),
-            **dict.fromkeys(("shared", "indexer_q"), st.plain("BF16")),
-        },
-        qc.canada,
-        draft_storage=_ALL_BF16,
-        draft_embedding=True,
-    ),
-    Layout(
-        "fp4",
-        "quark",
-        "e8m0",
-        ("none", "mtp"),
-        _storage(st.fp8(".weight_scale", "F8_E8M0"), st.fp4(".weight_scale", "U8", "U8")),
-        qc.quark,
-    ),
+    Layout("hf", "bf16", None, _NONE, dialects.HYBRID, _DUMP, qc.saved),
+    Layout("compressed-tensors", "nvfp4", None, _NONE, dialects.COMPRESSED_TENSORS, _REDHAT, qc.redhat),
+    Layout("compressed-tensors", "nvfp4", "float32", ("mtp",), dialects.CANADA_QUANT, _CANADA, qc.canada, _DUMP, True),
+    Layout("quark", "fp4", "e8m0", _MTP, dialects.QUARK, _QUARK, qc.quark),
 )
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.index import CONFIG_FILE, INDEX_FILE
-from sglang_dsv4.checkpoint.tiny.config import Config, Draft, Sizes, draft_of, native_config, with_draft
+from sglang_dsv4.checkpoint.tiny.config import Config, Draft, draft_of, native_config, with_draft
 from sglang_dsv4.checkpoint.tiny.grammar import Slot, slots
 from sglang_dsv4.checkpoint.tiny.layouts import Layout, Storage, choose
 from sglang_dsv4.checkpoint.tiny.quantize import Numbers
@@ -100,7 +101,7 @@ def layout_of(options: Options, draft: Draft) -> Layout:
 
 def entries(layout: Layout, config: Config, draft: Draft) -> Iterator[list[Entry]]:
     """Every tensor of the checkpoint as `layout` stores and names it, one list per shard of a release."""
-    for group in slots(Sizes.of(config), draft):
+    for group in slots(ModelConfigFacts.from_json(config), draft):
         in_draft = group[0].name.startswith("mtp.")
         storage = (in_draft and layout.draft_storage) or layout.storage
         made = [_entry(layout, slot, slot.name, storage) for slot in group]
@@ -112,10 +113,8 @@ def entries(layout: Layout, config: Config, draft: Draft) -> Iterator[list[Entry
 
 
 def _entry(layout: Layout, slot: Slot, name: str, storage: Storage) -> Entry:
-    stem = name.removesuffix(".weight")
-    renamed = layout.rename(stem) + name.removeprefix(stem)
     scheme = storage[slot.role]
-    return Entry(slot, scheme, stored(renamed, slot.shape, scheme))
+    return Entry(slot, scheme, stored(name, slot.shape, scheme, layout.dialect))
 
 
 def divide(groups: list[list[Entry]], shards: int | None) -> list[list[Entry]]:

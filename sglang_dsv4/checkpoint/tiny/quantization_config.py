@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_dsv4.checkpoint.tiny.config import FP8_BLOCK, Config
+from sglang_dsv4.checkpoint.tiny.config import Config
+from sglang_dsv4.checkpoint.tiny.quantize import FP8_BLOCK
 
 LAYER_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
 
@@ -12,11 +13,11 @@ EXPERTS, FP8_LINEARS = r"ffn\.experts\.\d+\.w[123]", r"attn\.(wq_a|wq_b|wkv|wo_a
 SHARED = r"ffn\.shared_experts\.w[123]"
 
 
-def fp4(config: Config) -> None:
+def native(config: Config) -> None:
     """The native config as it is."""
 
 
-def fp8(config: Config) -> None:
+def converted(config: Config) -> None:
     """FP8 conversions drop `expert_dtype`."""
     del config["expert_dtype"]
 
@@ -66,7 +67,7 @@ def transformers_fp8(config: Config) -> None:
     config["expert_dtype"] = "fp8"
 
 
-def transformers_fp8_float(config: Config) -> None:
+def transformers_float(config: Config) -> None:
     """The same with FP32 scales, for which transformers says `float`."""
     transformers_fp8(config)
     config["quantization_config"] = {**config["quantization_config"], "scale_fmt": "float"}

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dsv4.checkpoint.tiny.config import FP8_BLOCK
 from sglang_dsv4.errors import InexactConversionError
 
 Bytes = NDArray[np.uint8]
 Halves = NDArray[np.uint16]
 Floats = NDArray[np.float32]
 
-FP4_GROUP, NVFP4_GROUP = 32, 16
-"""Columns of a row that share one scale: MXFP4, NVFP4."""
+FP4_GROUP, NVFP4_GROUP, FP8_BLOCK = 32, 16, 128
+"""What shares one scale: columns of a row in MXFP4 and NVFP4, rows and columns of a square in FP8."""
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E4M3_NAN = 0x7F

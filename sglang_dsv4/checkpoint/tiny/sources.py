@@ -14,14 +14,24 @@ from pathlib import Path
 import numpy as np
 
 from sglang_dsv4.checkpoint.index import Checkpoint
-from sglang_dsv4.checkpoint.tiny.config import FP8_BLOCK, Config
+from sglang_dsv4.checkpoint.tiny.config import Config
 from sglang_dsv4.checkpoint.tiny.grammar import Slot
 from sglang_dsv4.checkpoint.tiny.layouts import NATIVE
-from sglang_dsv4.checkpoint.tiny.quantize import FP4_GROUP, Fp4, Fp8, Numbers, Plain, fp4_to_fp8, to_bf16
+from sglang_dsv4.checkpoint.tiny.quantize import (
+    FP4_GROUP,
+    FP8_BLOCK,
+    Fp4,
+    Fp8,
+    Numbers,
+    Plain,
+    fp4_to_fp8,
+    spread,
+    to_bf16,
+)
 from sglang_dsv4.checkpoint.tiny.storage import DTYPES, Stored, stored
 from sglang_dsv4.errors import LayoutError
 
-# Mean and spread of the small vectors. None is at the value that would make it a no-op.
+# Mean and deviation of the small vectors. None is at the value that would make it a no-op.
 NORMAL = {
     "norm": (1.0, 0.1),
     "hc_base": (0.0, 0.5),
@@ -47,7 +57,7 @@ class Drawn:
                 return _fp4(rng, slot)
             case "shared":
                 return fp4_to_fp8(_fp4(rng, slot), slot.name)
-            case "attn" | "wo_a" | "indexer_q" | "draft":
+            case "fp8" | "wo_a" | "indexer_q":
                 return _fp8(rng, slot)
             case "compressor_kv":
                 return Plain(to_bf16(_fp8(rng, slot).floats()))
@@ -57,8 +67,8 @@ class Drawn:
                 return Plain(_experts_of_tokens(rng, slot.shape, self.experts))
             case "hc_fn":
                 return Plain(rng.standard_normal(slot.shape, np.float32) * np.float32(slot.shape[1] ** -0.5))
-        mean, spread = NORMAL[slot.role]
-        values = rng.standard_normal(slot.shape, np.float32) * np.float32(spread) + np.float32(mean)
+        mean, deviation = NORMAL[slot.role]
+        values = rng.standard_normal(slot.shape, np.float32) * np.float32(deviation) + np.float32(mean)
         return Plain(to_bf16(values) if slot.role == "norm" else values)
 
 
@@ -74,16 +84,21 @@ def _scales(rng: np.random.Generator, shape: tuple[int, ...], fan_in: int, rms: 
 
 def _fp4(rng: np.random.Generator, slot: Slot) -> Fp4:
     rows, columns = slot.shape
-    return Fp4(_raw(rng, (rows, columns // 2)), _scales(rng, (rows, columns // FP4_GROUP), columns, rms=2.9))
+    scale = _scales(rng, (rows, columns // FP4_GROUP), columns, rms=2.9)
+    # a shift of each whole block besides, or all would have the same largest scale and so the same scale in FP8
+    shift = rng.integers(0, 3, _blocks(slot.shape), np.uint8)
+    return Fp4(_raw(rng, (rows, columns // 2)), scale - spread(shift, scale.shape, FP8_BLOCK // FP4_GROUP))
 
 
 def _fp8(rng: np.random.Generator, slot: Slot) -> Fp8:
-    rows, columns = slot.shape
     codes = _raw(rng, slot.shape) & np.uint8(
         0xBF
-    )  # below 2: no NaN code, and every mantissa, sign and half of the exponents
-    blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-    return Fp8(codes, _scales(rng, blocks, columns, rms=0.6))
+    )  # below 2: no NaN, but every mantissa, sign and half of the exponents
+    return Fp8(codes, _scales(rng, _blocks(slot.shape), slot.shape[1], rms=0.6))
+
+
+def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-side // FP8_BLOCK) for side in shape)
 
 
 def _bf16(rng: np.random.Generator, slot: Slot) -> np.ndarray:

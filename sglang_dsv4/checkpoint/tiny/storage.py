@@ -10,8 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_dsv4.checkpoint.dialects import NATIVE, Dialect
 from sglang_dsv4.checkpoint.tiny import quantize as q
-from sglang_dsv4.checkpoint.tiny.config import FP8_BLOCK
 from sglang_dsv4.checkpoint.tiny.quantize import Fp4, Fp8, NvFp4, Plain
 
 Shape = tuple[int, ...]
@@ -62,11 +62,15 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
 
 
-def stored(name: str, shape: Shape, scheme: Scheme[Any]) -> tuple[Stored, ...]:
-    """What a tensor of that name and logical shape becomes under a scheme."""
+def stored(name: str, shape: Shape, scheme: Scheme[Any], dialect: Dialect = NATIVE) -> tuple[Stored, ...]:
+    """What a tensor of that native name and logical shape becomes under a scheme, as a dialect spells it."""
     stem = name.removesuffix(".weight")
     return tuple(
-        Stored(name if piece.suffix == ".weight" else stem + piece.suffix, piece.dtype, piece.shape(shape))
+        Stored(
+            dialect.from_native(name if piece.suffix == ".weight" else stem + piece.suffix),
+            piece.dtype,
+            piece.shape(shape),
+        )
         for piece in scheme.pieces
     )
 
@@ -84,7 +88,7 @@ def _per(group: int) -> Callable[[Shape], Shape]:
 
 
 def _blocks(shape: Shape) -> Shape:
-    return tuple(-(-side // FP8_BLOCK) for side in shape)
+    return tuple(-(-side // q.FP8_BLOCK) for side in shape)
 
 
 def _constant(*shape: int) -> Callable[[Shape], Shape]:
@@ -119,9 +123,9 @@ def plain(dtype: str) -> Scheme[Plain]:
     return Scheme((Piece(".weight", dtype, _same),), _to_plain, lambda form: (form.data,))
 
 
-def fp4(suffix: str, dtype: str, scale_dtype: str) -> Scheme[Fp4]:
-    """MXFP4; dtype labels and the scale's suffix are the dialect's."""
-    pieces = (Piece(".weight", dtype, _half), Piece(suffix, scale_dtype, _per(q.FP4_GROUP)))
+def fp4(dtype: str, scale_dtype: str) -> Scheme[Fp4]:
+    """MXFP4; producers label its bytes differently."""
+    pieces = (Piece(".weight", dtype, _half), Piece(".scale", scale_dtype, _per(q.FP4_GROUP)))
     return Scheme(pieces, _to_fp4, lambda form: (form.packed, form.scale))
 
 
@@ -133,9 +137,9 @@ SCALES: dict[str, Callable[[q.Bytes], NDArray]] = {
 """dtype of a stored FP8 block scale -> its numbers from E8M0 bytes, always the same powers of two."""
 
 
-def fp8(suffix: str, scale_dtype: str) -> Scheme[Fp8]:
-    """Block FP8; the scale's suffix and dtype are the dialect's."""
-    pieces = (Piece(".weight", "F8_E4M3", _same), Piece(suffix, scale_dtype, _blocks))
+def fp8(scale_dtype: str) -> Scheme[Fp8]:
+    """Block FP8."""
+    pieces = (Piece(".weight", "F8_E4M3", _same), Piece(".scale", scale_dtype, _blocks))
     return Scheme(pieces, _to_fp8, lambda form: (form.codes, SCALES[scale_dtype](form.scale)))
 
 
