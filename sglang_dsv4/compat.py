@@ -161,8 +161,8 @@ def require_supported(version: str | None = None) -> str:
             "--model-impl sglang_dsv4 does not support this SGLang release",
             found=f"sglang {version}",
             expected=f"sglang{SUPPORTED}",
-            remedy=f"Install sglang=={PINNED}, drop --model-impl sglang_dsv4, or apply the patch series for your release "
-            "(patches/README.md).",
+            remedy=f"Install sglang=={PINNED}, drop --model-impl sglang_dsv4, or apply the patch series for your "
+            "release (patches/README.md).",
         )
     return version
 

@@ -1,8 +1,8 @@
 """One exception class per broken promise.
 
 Every message has the same four parts: what (a tensor, a flag, a file), what was found, what was expected, and the
-remedy (the flag or value to use). Subclasses of `Dsv4Error` differ only in which promise was broken, so that callers can
-catch one kind; `Dsv4Error` itself is a `ValueError`.
+remedy (the flag or value to use). Subclasses of `Dsv4Error` differ only in which promise was broken, so that callers
+can catch one kind; `Dsv4Error` itself is a `ValueError`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ class Dsv4Error(ValueError):
     `str(error)` is one line per part; the first line names the fault by itself.
     """
 
-    def __init__(self, what: str, *, found: str = "", expected: str = "", remedy: str = "", details: Sequence[str] = ()):
+    def __init__(
+        self, what: str, *, found: str = "", expected: str = "", remedy: str = "", details: Sequence[str] = ()
+    ):
         super().__init__(what)
         self.what = what
         self.found = found

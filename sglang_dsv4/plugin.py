@@ -4,8 +4,8 @@
 resolution step and imports nothing else. When that step sees our `--model-impl` in the parent, the hooks are declared,
 applied and verified there, and a marker in the environment makes every child do the same at once.
 
-SGLang logs and swallows what a plugin raises. So a failure in the parent is raised inside argument resolution, which does
-end the start, and a failure in a child ends that child by SystemExit, which SGLang does not catch.
+SGLang logs and swallows what a plugin raises. So a failure in the parent is raised inside argument resolution, which
+does end the start, and a failure in a child ends that child by SystemExit, which SGLang does not catch.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def engage() -> None:
     version = compat.require_supported()
     hooked = compat.install()
     os.environ[ENGAGED] = __version__
-    logger.info("%s%s takes over DeepSeek-V4 loading on sglang %s (%d hooks)", PREFIX, __version__, version, len(hooked))
+    logger.info(
+        "%s%s takes over DeepSeek-V4 loading on sglang %s (%d hooks)", PREFIX, __version__, version, len(hooked)
+    )
 
 
 def _engage_in_child() -> None:

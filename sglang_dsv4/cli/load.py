@@ -27,7 +27,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("model", help="folder, hub id in the local cache, or s3:// gs:// az:// URI")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "runai_streamer"), default="auto")
-    parser.add_argument("--draft", action="store_true", help="load the NextN or DSpark draft that the checkpoint bundles")
+    parser.add_argument(
+        "--draft", action="store_true", help="load the NextN or DSpark draft that the checkpoint bundles"
+    )
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--tp-rank", type=int, default=0)
     parser.add_argument("--ep-size", type=int)

@@ -12,15 +12,19 @@ from sglang_dsv4.decisions.drafts import Speculation
 from sglang_dsv4.decisions.fp4 import ExpertDecision, ExpertFacts, Experts, Role, decide_experts
 from sglang_dsv4.decisions.parallel import Ranks, Sizes
 
+ONE_RANK = Ranks()
+NO_DRAFT = Speculation()
+
 EXPERTS_OF: dict[Format, Experts] = {
     Format.FP4: "fp4",
     Format.QUARK_FP4: "fp4",
     Format.FP8: "fp8",
+    Format.MXFP4_CT: "fp4",
     Format.NVFP4: "nvfp4",
     Format.NVFP4_CT: "nvfp4",
     Format.BF16: "bf16",
 }
-"""Format of the routed experts on disk -> the truth table's word; what is not listed has no place there."""
+"""Format of the routed experts on disk -> the truth table's word; what is not listed is "other"."""
 
 CONFIG_EXPERTS: dict[str, Experts] = {"fp4": "fp4", "mxfp4": "fp4", "fp8": "fp8", "nvfp4": "nvfp4", "bf16": "bf16"}
 """`expert_dtype` or `routed_experts_quant_method` -> the same words."""
@@ -29,11 +33,11 @@ CONFIG_EXPERTS: dict[str, Experts] = {"fp4": "fp4", "mxfp4": "fp4", "fp8": "fp8"
 def expert_facts(layout: ExpertLayout, config: ModelConfigFacts) -> ExpertFacts:
     """What the tensors and config.json say about the routed experts of the target or the draft."""
     claimed = CONFIG_EXPERTS.get(config.quant.routed_experts or config.expert_dtype or "")
-    known = EXPERTS_OF.get(layout.format, "unknown") if layout.format is not None else "unknown"
-    if not layout.evidence:
+    known = EXPERTS_OF.get(layout.format, "other") if layout.format is not None else "unknown"
+    weights = [item for item in layout.evidence if "scale" not in item.name.rpartition(".")[2]]
+    if not weights:
         return ExpertFacts(known, config=claimed)
-    first = layout.evidence[0]
-    return ExpertFacts(known, first.name, first.dtype, claimed)
+    return ExpertFacts(known, weights[0].name, weights[0].dtype, claimed)
 
 
 def experts_of(layout: Layout, config: ModelConfigFacts, role: Role, flags: Flags) -> ExpertDecision:
@@ -67,7 +71,8 @@ def ranks_of(arguments: Any) -> Ranks:
         ep=arguments.ep_size,
         pp=arguments.pp_size,
         dp=arguments.dp_size,
-        attn_dp=arguments.dp_size if arguments.enable_dp_attention else 1,
+        # SGLang's first step turns --enable-dp-attention --dp-size N into attn_dp_size N and dp_size 1.
+        attn_dp=arguments.dp_size if arguments.enable_dp_attention else arguments.attn_dp_size,
         attn_cp=arguments.attn_cp_size,
         moe_dp=arguments.moe_dp_size,
         dcp=arguments.dcp_size,
@@ -103,9 +108,9 @@ def inputs_of(
     *,
     arch: str,
     flags: Flags,
-    ranks: Ranks = Ranks(),
+    ranks: Ranks = ONE_RANK,
     runner: str = "auto",
-    speculation: Speculation = Speculation(),
+    speculation: Speculation = NO_DRAFT,
     fuse_shared: bool = False,
     padded: bool = False,
     draft: tuple[ModelConfigFacts, Layout] | None = None,

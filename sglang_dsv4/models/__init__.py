@@ -1,7 +1,7 @@
 """The model classes SGLang builds in place of its own: thin subclasses whose load_weights runs our stream.
 
-This package is also the value for SGLANG_EXTERNAL_MODEL_PACKAGE. SGLang only warns about a submodule that fails to import
-and then uses its own class; importing all three here turns such a failure into the end of the start.
+This package is also the value for SGLANG_EXTERNAL_MODEL_PACKAGE. SGLang only warns about a submodule that fails to
+import and then uses its own class; importing all three here turns such a failure into the end of the start.
 """
 
 from sglang_dsv4 import compat

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from sglang_dsv4 import envs
 from sglang_dsv4.errors import NumericsError
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,8 @@ def _private_folder() -> str:
 
 
 def cpu_threads() -> int:
-    """CPUs this process may run on, at most MAX_THREADS."""
-    return min(len(os.sched_getaffinity(0)), MAX_THREADS)
+    """SGLANG_DSV4_PLUGIN_THREADS, or else the CPUs this process may run on, at most MAX_THREADS."""
+    return envs.THREADS.get() or min(len(os.sched_getaffinity(0)), MAX_THREADS)
 
 
 @functools.cache

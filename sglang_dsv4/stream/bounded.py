@@ -12,8 +12,8 @@ from typing import Any, Self
 class BoundedPool:
     """Run functions on threads while at most `max_bytes` of their inputs wait or run.
 
-    One function whose input alone is larger runs when nothing else is in flight. The first failure is raised at the next
-    `submit`, or when the pool is closed: not after the last byte has been read.
+    One function whose input alone is larger runs when nothing else is in flight. The first failure is raised at the
+    next `submit`, or when the pool is closed: not after the last byte has been read.
     """
 
     def __init__(self, threads: int, max_bytes: int) -> None:
@@ -25,11 +25,9 @@ class BoundedPool:
         self.peak = 0
 
     def submit(self, nbytes: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Queue one call whose arguments hold `nbytes`; blocks until there is room. Raises the first earlier failure."""
+        """Queue one call whose arguments hold `nbytes`, when there is room. Raises the first earlier failure."""
         with self._room:
-            self._room.wait_for(
-                lambda: self._failure or self._in_flight == 0 or self._in_flight + nbytes <= self._max
-            )
+            self._room.wait_for(lambda: self._failure or self._in_flight == 0 or self._in_flight + nbytes <= self._max)
             self._raise_failure()
             self._in_flight += nbytes
             self.peak = max(self.peak, self._in_flight)
@@ -56,7 +54,9 @@ class BoundedPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._executor.shutdown(wait=True, cancel_futures=kind is not None)
         if kind is None:
             self._raise_failure()

@@ -19,8 +19,8 @@ PROJECTIONS = ("w1", "w2", "w3")
 def half_of(name: str, tensor: torch.Tensor) -> Half | None:
     """Which half of a packed FP4 expert this is (routed or shared, native names); None for everything else.
 
-    A packed weight is int8, uint8 or float4_e2m1fn_x2; an expert that is FP8 or BF16 already passes, and so does its scale,
-    which is no E8M0 scale per 32 columns.
+    A packed weight is int8, uint8 or float4_e2m1fn_x2; an expert that is FP8 or BF16 already passes, and so does its
+    scale, which is no E8M0 scale per 32 columns.
     """
     from sglang_dsv4.numerics.fp4 import PACKED_DTYPES
 
@@ -44,7 +44,8 @@ def experts_to_fp8(
     """Packed FP4 `experts.E.wN` + its E8M0 scale -> FP8 weight + one E8M0 scale per block; the rest passes untouched.
 
     block: (rows, columns) of one FP8 scale. rounding: "error" refuses a block that does not fit one power-of-two scale,
-    "nearest" rounds and hands what it changed to `report(name, rounding)`. Raises what `pair` and `numerics.fp4_to_fp8` raise.
+    "nearest" rounds and hands what it changed to `report(name, rounding)`. Raises what `pair` and
+    `numerics.fp4_to_fp8` raise.
     """
 
     def convert(module: str, weight: torch.Tensor, scale: torch.Tensor) -> Iterator[Named]:

@@ -33,8 +33,8 @@ Convert = Callable[[str, "torch.Tensor", "torch.Tensor"], "Iterator[Named]"]
 class Ledger:
     """Bytes that a stage holds: the unmatched halves it cloned, and the pair in conversion.
 
-    `peak` is the maximum of `held` over the load, in bytes. The pair in conversion adds its own inputs and outputs, which
-    the stage never keeps.
+    `peak` is the maximum of `held` over the load, in bytes. The pair in conversion adds its own inputs and outputs,
+    which the stage never keeps.
     """
 
     held: int = 0
@@ -61,8 +61,8 @@ def pair(stream: Stream, classify: Classify, convert: Convert, ledger: Ledger | 
 
     Memory: at any time at most the unmatched halves (cloned, counted in `ledger.held`) and the one pair in conversion.
 
-    Raises StreamError when a half arrives twice while its partner is missing, UnmatchedPairError at the end of the stream
-    when halves are left, listing all of them.
+    Raises StreamError when a half arrives twice while its partner is missing, UnmatchedPairError at the end of the
+    stream when halves are left, listing all of them.
     """
     ledger = Ledger() if ledger is None else ledger
     for name, tensor in stream:
@@ -97,6 +97,6 @@ def _refuse_leftovers(ledger: Ledger) -> None:
     raise UnmatchedPairError(
         f"the checkpoint stream ended with {count} unmatched half pair{'s' if count > 1 else ''}",
         expected="every FP8 or packed FP4 weight with its block scale",
-        remedy="The checkpoint is incomplete, or names its scales in a way we do not know: run `sglang-dsv4 check` on it.",
+        remedy="The checkpoint is incomplete, or its scales have unknown names: run `sglang-dsv4 check` on it.",
         details=details,
     )

@@ -21,8 +21,8 @@ SHARED_VOCABULARY = ("emb", "embed", "head", "shared_head")
 class Share:
     """What one rank of one class keeps of a checkpoint.
 
-    layers: native layer numbers of this pipeline stage (target) or the draft layers that exist. experts: native layer name
-    ("layers.3") -> expert numbers this rank keeps; a layer that is not listed keeps all.
+    layers: native layer numbers of this pipeline stage (target) or the draft layers that exist. experts: native layer
+    name ("layers.3") -> expert numbers this rank keeps; a layer that is not listed keeps all.
     """
 
     kind: Kind
@@ -45,7 +45,7 @@ class Share:
         return None if self.last_stage else "head and norm of the last pipeline stage"
 
     def _skip_draft(self, name: str, rest: str) -> str | None:
-        number, _, inner = rest.partition(".")
+        inner = rest.partition(".")[2]
         if inner.partition(".")[0] in SHARED_VOCABULARY:
             return "SGLang's drafts share the target's embedding and head"
         return self._skip_layer(name, rest, f"{self.kind} builds {len(self.layers)} draft layers")

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Cut(NamedTuple):
-    """Part `rank` of `count` equal parts along `dim`."""
+    """Part `rank` of `parts` equal parts along `dim`."""
 
     dim: int
     rank: int
-    count: int
+    parts: int
 
 
 Cutter = Callable[[str, "torch.Tensor"], Cut | None]
@@ -34,5 +34,5 @@ def shard(stream: Stream, cutter: Cutter) -> Iterator[Named]:
         if cut is None:
             yield name, tensor
         else:
-            length = tensor.shape[cut.dim] // cut.count
+            length = tensor.shape[cut.dim] // cut.parts
             yield name, tensor.narrow(cut.dim, cut.rank * length, length)

@@ -1,8 +1,8 @@
 """The `wo_a` stage: FP8 with a block scale becomes BF16, BF16 passes.
 
-`wo_a` is the grouped output projection, [o_groups * o_lora_rank, heads * head_dim / o_groups]. SGLang keeps it in FP8 only
-for the FP8 absorb GEMM; everywhere else the parameter is BF16, and copying FP8 codes into it would not even warn. So the rule
-is per tensor and by dtype, not by a flag or by what other layers do.
+`wo_a` is the grouped output projection, [o_groups * o_lora_rank, heads * head_dim / o_groups]. SGLang keeps it in FP8
+only for the FP8 absorb GEMM; everywhere else the parameter is BF16, and copying FP8 codes into it would not even warn.
+So the rule is per tensor and by dtype, not by a flag or by what other layers do.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def half_of(name: str, tensor: torch.Tensor) -> Half | None:
     )
 
 
-def dequantize_wo_a(stream: Stream, block: tuple[int, int] | None = None, ledger: Ledger | None = None) -> Iterator[Named]:
+def dequantize_wo_a(stream: Stream, block: tuple[int, int], ledger: Ledger | None = None) -> Iterator[Named]:
     """FP8 `wo_a.weight` + its block scale -> BF16 `wo_a.weight`; everything else passes untouched.
 
-    block: (rows, columns) of one scale as configured, (128, 128) for V4, (32, 32) for V4.1; None takes it from the shapes.
+    block: (rows, columns) of one scale as configured, (128, 128) for V4, (32, 32) for V4.1.
     Values: FP32 product, rounded to nearest even. Raises what `pair` and `numerics.fp8_to_bf16` raise.
     """
 

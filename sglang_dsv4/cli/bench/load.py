@@ -1,7 +1,7 @@
 """The weights phase of a load beside upstream's, and beside a bare read-and-clone of the same bytes.
 
-The weights phase runs from the moment the model is built to the end of post-processing. Memory is anonymous memory (RssAnon)
-from there on, less the parameters themselves: mapped file pages do not count.
+The weights phase runs from the moment the model is built to the end of post-processing. Memory is anonymous memory
+(RssAnon) from there on, less the parameters themselves: mapped file pages do not count.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def loaded(args: argparse.Namespace, model_impl: str) -> tuple[float, int, int]:
         args.model, model_impl=model_impl, load_format=args.load_format, tp_size=args.tp_size, log_level="error"
     )
     with _flags_kept(), parallel_context(arguments) as server_args:
-        DefaultModelLoader.load_weights_and_postprocess = staticmethod(timed)  # type: ignore[method-assign]
+        DefaultModelLoader.load_weights_and_postprocess = staticmethod(timed)
         try:
             model = load_model(server_args)
         finally:
-            DefaultModelLoader.load_weights_and_postprocess = staticmethod(original)  # type: ignore[method-assign]
+            DefaultModelLoader.load_weights_and_postprocess = staticmethod(original)
         stays = sum(parameter.nbytes for parameter in model.parameters())
     ((seconds, memory),) = taken
     return seconds, memory.peak - stays, stays
@@ -165,7 +165,7 @@ def _flags_kept() -> Iterator[None]:
 
 def _print(args: argparse.Namespace, phases: dict[str, Phase]) -> None:
     flags = {name: os.environ.get(name) for name in ("SGLANG_DSV4_FP4_DEQUANT", "SGLANG_OPT_FP8_WO_A_GEMM")}
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         name: {
             "seconds": round(statistics.median(phase.seconds), 3),
             "runs": [round(seconds, 3) for seconds in phase.seconds],

@@ -1,1 +1,1 @@
-"""How a stream reaches SGLang's parameters: sources, the direct writer, the proof of writing, and the session that joins them."""
+"""How a stream reaches SGLang's parameters: source, plan, direct writer, proof of writing, and the session."""

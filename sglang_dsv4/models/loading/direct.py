@@ -1,9 +1,9 @@
 """The direct writer: tensors that go to their parameter's own weight loader, past upstream's search.
 
-Upstream's `load_weights` looks for each name in a list of 3 x experts mappings, submits every copy to an unbounded queue and
-holds each unquantised `wo_a` to the end of the stream. Routed experts and `wo_a` are nearly all tensors and nearly all bytes,
-and their place is known from the name alone, so they are written here; everything else goes on to upstream, whose parameter
-list does not show what we have written.
+Upstream's `load_weights` looks for each name in a list of 3 x experts mappings, submits every copy to an unbounded
+queue and holds each unquantised `wo_a` to the end of the stream. Routed experts and `wo_a` are nearly all tensors and
+nearly all bytes, and their place is known from the name alone, so they are written here; everything else goes on to
+upstream, whose parameter list does not show what we have written.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class DirectWriter:
                 f"{name} has no parameter in the model",
                 found=f"no {target}",
                 expected="one of the model's expert parameters",
-                remedy="The experts' layout on disk and the one SGLang allocated differ: run `sglang-dsv4 check` on the checkpoint.",
+                remedy="The experts on disk and those SGLang allocated differ: run `sglang-dsv4 check` on it.",
             )
         loader = parameter.weight_loader  # type: ignore[attr-defined]
         if owned:
@@ -96,7 +96,7 @@ class DirectWriter:
 
 @contextmanager
 def hidden_from_upstream(model: torch.nn.Module, names: set[str]) -> Iterator[None]:
-    """Leave `names` out of `model.named_parameters()`, which is where upstream's load_weights looks for what is missing."""
+    """Leave `names` out of `model.named_parameters()`, where upstream's load_weights looks for what is missing."""
 
     def visible(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         everything = type(model).named_parameters(model, *args, **kwargs)

@@ -1,7 +1,7 @@
 """What a tensor's dtype may become when it is stored into a parameter.
 
-`copy_` converts silently between any two dtypes: FP8 codes become BF16 weights without their scale, an E8M0 scale below one
-becomes the byte 0. So the pairs that mean what they should are listed, and everything else is refused.
+`copy_` converts silently between any two dtypes: FP8 codes become BF16 weights without their scale, an E8M0 scale below
+one becomes the byte 0. So the pairs that mean what they should are listed, and everything else is refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ FP4 = getattr(torch, "float4_e2m1fn_x2", None)
 def as_stored(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor to hand to the parameter's weight loader, same shape.
 
-    Equal dtypes and widening or narrowing between floats, and between int64 and int32, pass. An E8M0 scale moves as its raw
-    byte into a byte parameter and as its value into a float one; packed FP4 moves as bytes. Raises StreamError otherwise.
+    Equal dtypes and widening or narrowing between floats, and between int64 and int32, pass. An E8M0 scale moves as its
+    raw byte into a byte parameter and as its value into a float one; packed FP4 moves as bytes. Raises StreamError
+    otherwise.
     """
     source, target = tensor.dtype, parameter.dtype
     if source == target or (source in FLOATS and target in FLOATS) or (source in INTEGERS and target in INTEGERS):

@@ -1,7 +1,7 @@
 """What the routed experts of a model run as, applied to SGLang's quantisation config before the model is built.
 
-SGLang decides "is this FP4?" once, for target and draft alike, and not at all for object storage. Setting the one attribute
-that all its readers look at, before a layer is created, makes it allocate what our stream will deliver.
+SGLang decides "is this FP4?" once, for target and draft alike, and not at all for object storage. Setting the one
+attribute that all its readers look at, before a layer is created, makes it allocate what our stream will deliver.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ DEFAULT_BLOCK = (128, 128)
 class Plan:
     """One load of one model.
 
-    share: what this rank keeps. experts: what the routed experts run as. converts_wo_a: whether that stage runs. block: (rows, columns) of one FP8 block
-    scale. expert_cuts, wo_a_cuts: module path -> (rank, count) where this rank's part is cut before the conversion; those
-    modules take their tensors as already sharded.
+    share: what this rank keeps. experts: what the routed experts run as. converts_wo_a: whether that stage runs. block:
+    (rows, columns) of one FP8 block scale. expert_cuts, wo_a_cuts: module path -> (rank, count) where this rank's part
+    is cut before the conversion; those modules take their tensors as already sharded.
     """
 
     wiring: Wiring
@@ -117,7 +117,8 @@ def _wo_a_cuts(modules: dict[str, torch.nn.Module], block: tuple[int, int]) -> d
 
     cuts = {}
     for path, module in modules.items():
-        if path.endswith(".wo_a") and module.weight.shape[0] % block[0] == 0:  # type: ignore[union-attr, operator]
+        weight = getattr(module, "weight", None)
+        if path.endswith(".wo_a") and weight is not None and weight.shape[0] % block[0] == 0:
             rank, count = get_group_rank_size(module.tp_group)
             if count > 1:
                 cuts[path] = (rank, count)

@@ -1,8 +1,9 @@
 """Proof that every parameter was written.
 
-SGLang's own bookkeeping counts a fused parameter as loaded when any part of it was submitted, so one missing expert among
-many is never seen; and FusedMoE's weight loader returns None both when it writes and when it drops a foreign expert. So every
-parameter's weight loader is wrapped for the time of the load, and what it wrote is recorded after it returned.
+SGLang's own bookkeeping counts a fused parameter as loaded when any part of it was submitted, so one missing expert
+among many is never seen; and FusedMoE's weight loader returns None both when it writes and when it drops a foreign
+expert. So every parameter's weight loader is wrapped for the time of the load, and what it wrote is recorded after it
+returned.
 """
 
 from __future__ import annotations
@@ -19,8 +20,16 @@ if TYPE_CHECKING:
     import torch
 
 NOT_FROM_THE_CHECKPOINT: tuple[tuple[str, tuple[Kind, ...], str], ...] = (
-    ("attn_mqa.k_scale", ("target", "nextn", "dspark"), "KV cache scale with a default of 1; V4 checkpoints carry none"),
-    ("attn_mqa.v_scale", ("target", "nextn", "dspark"), "KV cache scale with a default of 1; V4 checkpoints carry none"),
+    (
+        "attn_mqa.k_scale",
+        ("target", "nextn", "dspark"),
+        "KV cache scale with a default of 1; V4 checkpoints carry none",
+    ),
+    (
+        "attn_mqa.v_scale",
+        ("target", "nextn", "dspark"),
+        "KV cache scale with a default of 1; V4 checkpoints carry none",
+    ),
     ("blockscale_swizzled", ("target", "nextn", "dspark"), "scratch copy that post-processing fills"),
     ("lm_head.", ("nextn",), "shared with the target after the load (set_embed_and_head)"),
     ("embed_tokens.", ("nextn",), "shared with the target after the load (set_embed_and_head)"),
@@ -58,7 +67,11 @@ class WriteProof:
 
     def _wrap(self, name: str, parameter: torch.nn.Parameter, default: Callable) -> Callable[[], None]:
         # BasevLLMParameter shows its loader through a read-only property; the value behind it is what can be exchanged.
-        slot = "_weight_loader" if isinstance(getattr(type(parameter), "weight_loader", None), property) else "weight_loader"
+        slot = (
+            "_weight_loader"
+            if isinstance(getattr(type(parameter), "weight_loader", None), property)
+            else "weight_loader"
+        )
         had_own = hasattr(parameter, slot)
         original = getattr(parameter, slot, default)
 
@@ -110,7 +123,8 @@ def _expected_parts(module: torch.nn.Module | None, leaf: str) -> set[Part]:
 def kept_experts(layer: Any) -> set[int] | None:
     """Logical expert numbers that this FusedMoE keeps on this rank (the fused shared expert included).
 
-    None for a module that is no FusedMoE. With redundant experts (EPLB) every logical expert that has a physical copy here.
+    None for a module that is no FusedMoE. With redundant experts (EPLB) every logical expert that has a physical copy
+    here.
     """
     to_local = getattr(layer, "_map_global_expert_id_to_local_expert_id", None)
     if to_local is None:

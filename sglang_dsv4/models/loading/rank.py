@@ -1,7 +1,7 @@
 """One rank of one model, built and loaded in this process through SGLang's own loader: no server, no peers.
 
-Used by `sglang-dsv4 load` and by tests. A rank of many runs alone on torch's "fake" process group: its collectives do nothing,
-which is all that building and loading a model asks of them.
+Used by `sglang-dsv4 load` and by tests. A rank of many runs alone on torch's "fake" process group: its collectives do
+nothing, which is all that building and loading a model asks of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from sglang_dsv4 import compat
 
@@ -28,11 +27,15 @@ class Place:
     pp_rank: int = 0
 
 
+FIRST = Place()
+
+
 @contextmanager
-def parallel_context(arguments: Sequence[str], place: Place = Place()) -> Iterator[Any]:
+def parallel_context(arguments: Sequence[str], place: Place = FIRST) -> Iterator[Any]:
     """Resolve server arguments as the server would, then bring up the parallel state of one rank.
 
-    arguments: as for `python -m sglang.launch_server`. Yields SGLang's ServerArgs. The parallel state goes away at the end.
+    arguments: as for `python -m sglang.launch_server`. Yields SGLang's ServerArgs. The parallel state goes away at the
+    end.
     """
     from sglang.srt.plugins import load_plugins
 
@@ -51,9 +54,7 @@ def parallel_context(arguments: Sequence[str], place: Place = Place()) -> Iterat
     with ExitStack() as stack:
         if server_args.tp_size * server_args.pp_size > 1:
             stack.enter_context(_without_peers())
-        bootstrap.init_parallel_runtime(
-            server_args=server_args, device=_device(), dist_port=_free_port()
-        )
+        bootstrap.init_parallel_runtime(server_args=server_args, device=_device(), dist_port=_free_port())
         stack.callback(parallel_state.destroy_distributed_environment)
         stack.callback(parallel_state.destroy_model_parallel)
         yield server_args
@@ -99,7 +100,7 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
 
     def digest(tensor: torch.Tensor) -> str:
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        return hashlib.sha256(data.numpy()).hexdigest()
+        return hashlib.sha256(data.numpy().data).hexdigest()
 
     return {name: digest(parameter) for name, parameter in sorted(model.named_parameters())}
 
@@ -120,7 +121,8 @@ def _free_port() -> int:
 def _without_peers() -> Iterator[None]:
     """Make every process group a fake one for the time of the load."""
     import torch.distributed
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+    from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue
+    from torch.testing._internal.distributed import fake_pg  # importing it registers the backend
 
     new_group = torch.distributed.new_group
     init = torch.distributed.init_process_group
@@ -132,10 +134,22 @@ def _without_peers() -> Iterator[None]:
     def fake_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         return new_group(ranks, backend="fake")
 
-    queue = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.create_from_process_group"
+    def no_queue(*args: Any, **kwargs: Any) -> None:
+        return None
+
     with (
-        mock.patch.object(torch.distributed, "init_process_group", fake_init),
-        mock.patch.object(torch.distributed, "new_group", fake_group),
-        mock.patch(queue, lambda *args, **kwargs: None),
+        _swapped(torch.distributed, "init_process_group", fake_init),
+        _swapped(torch.distributed, "new_group", fake_group),
+        _swapped(MessageQueue, "create_from_process_group", no_queue),
     ):
         yield
+
+
+@contextmanager
+def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class LoadReport:
     """One load of one model on one rank. Sizes in bytes, times in seconds.
 
-    read, read_bytes: tensors that came out of the source and their bytes. shards_opened of shards_total. skipped: reason ->
-    tensors not read or not used. planned: tensors that the headers say will come, 0 where nothing is known before.
+    read, read_bytes: tensors that came out of the source and their bytes. shards_opened of shards_total. skipped:
+    reason -> tensors not read or not used. planned: tensors that the headers say will come, 0 where nothing is known
+    before.
     """
 
     model: str
@@ -64,11 +65,11 @@ class LoadReport:
         total = self.seconds.get("total", 0.0)
         rate = self.read_bytes / total / 1e9 if total else 0.0
         lines = [
-            f"{self.model}: read {self.read} tensors, {self.read_bytes / 1e9:.3f} GB in {total:.2f} s ({rate:.2f} GB/s) from "
-            f"{self.source or 'a stream'}"
+            f"{self.model}: read {self.read} tensors, {self.read_bytes / 1e9:.3f} GB in {total:.2f} s, {rate:.2f} GB/s, "
+            f"from {self.source or 'a stream'}"
             + (f", {self.shards_opened} of {self.shards_total} shards" if self.shards_total else ""),
             f"converted {self.wo_a.pairs} wo_a to BF16 and {self.experts.pairs} experts' projections to FP8; "
-            f"held at most {self.held_peak / 2**20:.1f} MiB of halves and {self.in_flight_peak / 2**20:.1f} MiB of copies",
+            f"held at most {self.held_peak / 2**20:.1f} MiB of halves, {self.in_flight_peak / 2**20:.1f} MiB of copies",
         ]
         lines += [f"skipped {count} tensors: {reason}" for reason, count in sorted(self.skipped.items())]
         lines += [

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from sglang_dsv4 import envs
 from sglang_dsv4.errors import PREFIX, Dsv4Error, IncompleteLoadError
 from sglang_dsv4.models.loading.direct import DirectWriter, hidden_from_upstream
 from sglang_dsv4.models.loading.plan import Plan, make_plan, taking_sharded
@@ -17,6 +17,7 @@ from sglang_dsv4.models.loading.proof import WriteProof
 from sglang_dsv4.models.loading.report import LoadReport
 from sglang_dsv4.models.loading.source import take_pending
 from sglang_dsv4.models.loading.wiring import Wiring
+from sglang_dsv4.numerics.backend import cpu_threads
 from sglang_dsv4.stream.bounded import BoundedPool
 from sglang_dsv4.stream.experts import experts_to_fp8
 from sglang_dsv4.stream.progress import progress
@@ -38,8 +39,8 @@ CONSUME_AT_ONCE = "_sglang_runai_streamer_tensor"
 def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream], None]) -> LoadReport:
     """Stream `weights` into `model`: stages, direct writes, the rest through `upstream` (its own load_weights).
 
-    The first load of a model, and any that comes from a whole checkpoint, must be complete; a weight update may bring a part.
-    Returns the report, which is also left on the model as `load_report`. Raises Dsv4Error subclasses.
+    The first load of a model, and any that comes from a whole checkpoint, must be complete; a weight update may bring a
+    part. Returns the report, which is also left on the model as `load_report`. Raises Dsv4Error subclasses.
     """
     plan = make_plan(model, wiring)
     source = take_pending(model)
@@ -50,14 +51,18 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
     try:
         with ExitStack() as stack:
             stack.enter_context(taking_sharded(model, plan))
-            pool = stack.enter_context(BoundedPool(copy_threads(), queue_bytes()))
+            pool = stack.enter_context(BoundedPool(cpu_threads(), envs.QUEUE_BYTES.get()))
             stack.enter_context(proof.watching())
             owned = source is not None and source.owned
             writer = DirectWriter(model, wiring, pool, owned=owned, converted=plan.converts_experts)
             stack.enter_context(hidden_from_upstream(model, writer.parameters))
-            upstream(consumed_at_once(writer.take(stages(progress(report.count(stream), report.planned, report.model), plan, report))))
+            upstream(
+                consumed_at_once(
+                    writer.take(stages(progress(report.count(stream), report.planned, report.model), plan, report))
+                )
+            )
             report.in_flight_peak = pool.peak
-        if source is not None or not hasattr(model, "load_report"):
+        if envs.STRICT.get() and (source is not None or not hasattr(model, "load_report")):
             require_complete(model, proof)
     except Dsv4Error as error:
         print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
@@ -76,7 +81,11 @@ def stages(stream: Stream, plan: Plan, report: LoadReport) -> Stream:
         stream = dequantize_wo_a(stream, plan.block, report.wo_a)
     if plan.converts_experts:
         stream = experts_to_fp8(
-            stream, plan.block, report=report.rounding.__setitem__, ledger=report.experts
+            stream,
+            plan.block,
+            rounding=envs.FP4_ROUNDING.get(),
+            report=report.rounding.__setitem__,
+            ledger=report.experts,
         )
     return stream
 
@@ -96,14 +105,6 @@ def require_complete(model: torch.nn.Module, proof: WriteProof) -> None:
             f"{type(model).__name__} was not loaded completely",
             found=f"{len(holes)} kinds of parameters that no tensor was written into",
             expected="every parameter written by the checkpoint",
-            remedy="The checkpoint lacks these tensors, or names them in a way we do not know: run `sglang-dsv4 check` on it.",
+            remedy="The checkpoint lacks these tensors: run `sglang-dsv4 check` on it.",
             details=holes,
         )
-
-
-def copy_threads() -> int:
-    return min(8, len(os.sched_getaffinity(0)))
-
-
-def queue_bytes() -> int:
-    return 1 << 30

@@ -1,23 +1,35 @@
 """Where the tensors of an initial load come from: only the shards that hold what the load needs, only its tensors.
 
-SGLang's loaders are lazy generators over every tensor of every shard. For our classes they are replaced by a source that
-reads the headers first, so that a draft opens its own shards alone and a rank never reads the experts of another one.
+SGLang's loaders are lazy generators over every tensor of every shard. For our classes they are replaced by a source
+that reads the headers first, so that a draft opens its own shards alone and a rank never reads the experts of another
+one.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sglang_dsv4 import envs
+from sglang_dsv4.checkpoint.expected import compare
+from sglang_dsv4.checkpoint.headers import TensorInfo
 from sglang_dsv4.checkpoint.index import Checkpoint
+from sglang_dsv4.checkpoint.layout import detect_layout
+from sglang_dsv4.checkpoint.view import NativeView
+from sglang_dsv4.errors import PREFIX
 from sglang_dsv4.models.loading.report import LoadReport
 
 if TYPE_CHECKING:
     from sglang_dsv4.models.loading.plan import Plan
     from sglang_dsv4.stream import Named
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN_NAME = "a name that no dialect knows"
 
 PENDING = "_dsv4_source"
 """Attribute of a model between the moment its loader asks for weights and its load_weights."""
@@ -33,7 +45,7 @@ class Loadable(Protocol):
 
 
 class Source:
-    """The tensors of one initial load, in file order, by the names they have on disk.
+    """The tensors of one initial load, in file order, by their native names.
 
     owned: whether a tensor stays valid after the next step (a memory map does, a reused buffer does not).
     """
@@ -45,23 +57,53 @@ class Source:
         self._read = read
 
     def tensors(self, plan: Plan, report: LoadReport) -> Iterator[Named]:
-        """What the plan's share keeps; everything else is counted as skipped and never read. Plans at once, reads lazily."""
-        share = plan.share
-        shards = self.checkpoint.shards_for(lambda name: share.reason_to_skip(name) is None)
+        """What the plan's share keeps; everything else is counted as skipped and never read. Plans at once, reads
+        lazily.
+
+        Raises IncompleteLoadError, before a byte of data is read, when the headers show that the load cannot be
+        complete, and what reading headers raises.
+        """
+        native = self._native_names(plan, report)
+        infos = self.checkpoint.select(self.checkpoint.shards_for(native.__contains__))
+        self._require_complete(plan, infos)
         wanted: dict[str, list[str]] = {}
-        for name in self.checkpoint.names():
-            reason = share.reason_to_skip(name)
-            if reason is not None:
-                report.skipped[reason] += 1
-        for shard in shards:
-            header = self.checkpoint.select([shard])
-            kept = [name for name in header if share.reason_to_skip(name) is None]
-            if kept:
-                wanted[shard] = sorted(kept, key=lambda name: header[name].start)
+        for name in sorted(native.keys() & infos.keys(), key=lambda name: (infos[name].shard, infos[name].start)):
+            wanted.setdefault(infos[name].shard, []).append(name)
         report.source = self.label
         report.shards_opened, report.shards_total = len(wanted), len(self.checkpoint.shards)
         report.planned = sum(map(len, wanted.values()))
-        return self._read(wanted)
+        return ((native[name], tensor) for name, tensor in self._read(wanted))
+
+    def _native_names(self, plan: Plan, report: LoadReport) -> dict[str, str]:
+        """Name in the file -> native name of every tensor that the share keeps; the rest is counted as skipped."""
+        dialect = self.checkpoint.dialect
+        kept = {}
+        for name in self.checkpoint.names():
+            if not dialect.knows(name):
+                report.skipped[UNKNOWN_NAME] += 1
+                continue
+            native = dialect.to_native(name)
+            reason = plan.share.reason_to_skip(native)
+            if reason is None:
+                kept[name] = native
+            else:
+                report.skipped[reason] += 1
+        return kept
+
+    def _require_complete(self, plan: Plan, infos: dict[str, TensorInfo]) -> None:
+        """Compare the half of the checkpoint that this load belongs to with the model of its config."""
+        draft = plan.share.kind != "target"
+        view = NativeView((info for info in infos.values() if is_draft(info.name) == draft), self.checkpoint.dialect)
+        completeness = compare(view, self.checkpoint.config, detect_layout(view, self.checkpoint.config))
+        if envs.STRICT.get():
+            completeness.raise_if_incomplete(self.checkpoint.storage.uri)
+        for line in (*completeness.missing, *completeness.unexpected, *completeness.wrong):
+            logger.warning("%s%s=0 lets this pass: %s", PREFIX, envs.STRICT.name, line)
+
+
+def is_draft(name: str) -> bool:
+    """Whether a tensor belongs to the draft, in any dialect."""
+    return name.removeprefix("model.").startswith("mtp.")
 
 
 def take_pending(model: Any) -> Source | None:
@@ -75,7 +117,7 @@ def open_local(original: Callable[..., Iterator], loader: Any, model_config: Any
         return original(loader, model_config, model)
     path = getattr(model_config, "model_weights", None) or model_config.model_path
     overrides = getattr(model, "allow_patterns_overrides", None)
-    folder, files, is_safetensors = loader._prepare_weights(path, model_config.revision, False, overrides)
+    folder, _files, is_safetensors = loader._prepare_weights(path, model_config.revision, False, overrides)
     if not is_safetensors:
         return original(loader, model_config, model)
     options = _model_options()

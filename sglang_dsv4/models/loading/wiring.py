@@ -1,8 +1,8 @@
 """Where a native tensor name lives in each of the three module trees.
 
-SGLang builds the target as `model.layers.N`, the NextN draft's one layer as `model.decoder` and DSpark's as `stages.S`
-(srt/models/deepseek_v4.py, deepseek_v4_nextn.py, deepseek_v4_dspark.py of 0.5.23). A routed expert's w1 and w3 share the
-parameter `experts.w13_*`, w2 is `experts.w2_*` (FusedMoE.make_expert_params_mapping).
+SGLang builds the target as `model.layers.N`, the NextN draft's one layer as `model.decoder` and DSpark's as
+`stages.S` (srt/models/deepseek_v4.py, deepseek_v4_nextn.py, deepseek_v4_dspark.py of 0.5.23). A routed expert's w1 and
+w3 share the parameter `experts.w13_*`, w2 is `experts.w2_*` (FusedMoE.make_expert_params_mapping).
 """
 
 from __future__ import annotations
