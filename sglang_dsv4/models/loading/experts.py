@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
+from sglang_dsv4.checkpoint.dialects import DIALECTS
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import Layout, detect_layout
 from sglang_dsv4.decisions.decide import Flags
@@ -45,3 +46,16 @@ def layout_at(path: str) -> tuple[ModelConfigFacts, Layout]:
     """Config and layout of a checkpoint, read once per process."""
     checkpoint = Checkpoint.open(path)
     return checkpoint.config, detect_layout(checkpoint)
+
+
+def native_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Native name -> shape of every tensor of a checkpoint that its dialect knows."""
+    checkpoint = Checkpoint.open(path)
+    dialect = checkpoint.dialect
+    return {dialect.to_native(name): info.shape for name, info in checkpoint.tensors.items() if dialect.knows(name)}
+
+
+def any_to_native(name: str) -> str:
+    """The native spelling of a name in whichever dialect knows it; the name itself when none does."""
+    dialect = next((dialect for dialect in DIALECTS.values() if dialect.knows(name)), None)
+    return name if dialect is None else dialect.to_native(name)

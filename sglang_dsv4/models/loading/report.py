@@ -65,8 +65,8 @@ class LoadReport:
         total = self.seconds.get("total", 0.0)
         rate = self.read_bytes / total / 1e9 if total else 0.0
         lines = [
-            f"{self.model}: read {self.read} tensors, {self.read_bytes / 1e9:.3f} GB in {total:.2f} s, {rate:.2f} GB/s, "
-            f"from {self.source or 'a stream'}"
+            f"{self.model}: read {self.read} tensors, {self.read_bytes / 1e9:.3f} GB in {total:.2f} s ({rate:.2f} GB/s)"
+            f" from {self.source or 'a stream'}"
             + (f", {self.shards_opened} of {self.shards_total} shards" if self.shards_total else ""),
             f"converted {self.wo_a.pairs} wo_a to BF16 and {self.experts.pairs} experts' projections to FP8; "
             f"held at most {self.held_peak / 2**20:.1f} MiB of halves, {self.in_flight_peak / 2**20:.1f} MiB of copies",

@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 from sglang_dsv4 import envs
 from sglang_dsv4.errors import PREFIX, Dsv4Error, IncompleteLoadError
 from sglang_dsv4.models.loading.direct import DirectWriter, hidden_from_upstream
+from sglang_dsv4.models.loading.experts import any_to_native, model_path, native_shapes
 from sglang_dsv4.models.loading.plan import Plan, make_plan, taking_sharded
 from sglang_dsv4.models.loading.proof import WriteProof
 from sglang_dsv4.models.loading.report import LoadReport
 from sglang_dsv4.models.loading.source import take_pending
 from sglang_dsv4.models.loading.wiring import Wiring
 from sglang_dsv4.numerics.backend import cpu_threads
+from sglang_dsv4.stream.audit import audit
 from sglang_dsv4.stream.bounded import BoundedPool
 from sglang_dsv4.stream.experts import experts_to_fp8
 from sglang_dsv4.stream.progress import progress
+from sglang_dsv4.stream.rename import rename
 from sglang_dsv4.stream.select import select
 from sglang_dsv4.stream.shard import shard
 from sglang_dsv4.stream.wo_a import dequantize_wo_a
@@ -47,8 +50,8 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
     report = LoadReport(type(model).__name__, decisions=[plan.experts.describe()])
     proof = WriteProof(model, wiring.kind)
     started = time.perf_counter()
-    stream = source.tensors(plan, report) if source is not None else select(weights, plan.share, report.skipped)
     try:
+        stream = source.tensors(plan, report) if source is not None else unplanned(weights, plan, report)
         with ExitStack() as stack:
             stack.enter_context(taking_sharded(model, plan))
             pool = stack.enter_context(BoundedPool(cpu_threads(), envs.QUEUE_BYTES.get()))
@@ -72,6 +75,12 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
     for line in report.lines():
         logger.info("%s%s", PREFIX, line)
     return report
+
+
+def unplanned(weights: Stream, plan: Plan, report: LoadReport) -> Stream:
+    """A stream whose headers we have not read (a weight update, another load format): renamed, selected, audited."""
+    named = select(rename(weights, any_to_native), plan.share, report.skipped)
+    return audit(named, native_shapes(model_path(plan.wiring.kind)))
 
 
 def stages(stream: Stream, plan: Plan, report: LoadReport) -> Stream:

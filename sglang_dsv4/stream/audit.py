@@ -1,0 +1,45 @@
+"""Names, shapes and repetitions of a stream whose headers nobody has read: weight updates, formats without headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from sglang_dsv4.checkpoint.names import collapse
+from sglang_dsv4.errors import StreamError
+
+if TYPE_CHECKING:
+    from sglang_dsv4.stream import Named, Stream
+
+
+def audit(stream: Stream, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Named]:
+    """Pass the tensors that the model knows, in the shape it expects, each once; hold back the others.
+
+    shapes: native name -> shape as the checkpoint of this model has it. At the end of the stream one StreamError lists
+    everything that was held back. The stream may bring any part of the names.
+    """
+    unexpected: list[str] = []
+    repeated: list[str] = []
+    wrong: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for name, tensor in stream:
+        shape = shapes.get(name)
+        if shape is None:
+            unexpected.append(name)
+        elif name in seen:
+            repeated.append(name)
+        elif tuple(tensor.shape) != shape:
+            wrong.setdefault(f"found shape {list(tensor.shape)}, expected {list(shape)}", []).append(name)
+        else:
+            seen.add(name)
+            yield name, tensor
+    details = [f"unexpected: {line}" for line in collapse(unexpected)]
+    details += [f"twice: {line}" for line in collapse(repeated)]
+    details += [f"wrong: {line}: {fault}" for fault, names in wrong.items() for line in collapse(names)]
+    if details:
+        raise StreamError(
+            f"{len(unexpected) + len(repeated) + sum(map(len, wrong.values()))} tensors do not belong to this model",
+            expected="names and shapes of the checkpoint that the model was built from",
+            remedy="Nothing of these was written; send what the model has.",
+            details=details,
+        )
