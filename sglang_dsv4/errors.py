@@ -27,10 +27,16 @@ class Dsv4Error(ValueError):
         self.expected = expected
         self.remedy = remedy
         self.details = tuple(details)
+        self.joined: tuple[Dsv4Error, ...] = ()
 
     def __reduce__(self):  # keyword-only arguments must survive a pickle between processes
         parts = {"found": self.found, "expected": self.expected, "remedy": self.remedy, "details": self.details}
         return (_rebuild, (type(self), self.what, parts))
+
+    @property
+    def parts(self) -> tuple[Dsv4Error, ...]:
+        """The errors that `together` joined in this one, or the error itself."""
+        return self.joined or (self,)
 
     def headline(self) -> str:
         """The message on one line, as it is printed first on stderr."""
@@ -48,6 +54,20 @@ class Dsv4Error(ValueError):
 
 def _rebuild(cls: type[Dsv4Error], what: str, parts: dict) -> Dsv4Error:
     return cls(what, **parts)
+
+
+def together(errors: Sequence[Dsv4Error]) -> Dsv4Error:
+    """One error that says all of `errors`, at least one: the first, with the others' lines in its details.
+
+    Catching it by the first one's class works; `parts` gives each by itself.
+    """
+    first, *others = parts = tuple(part for error in errors for part in error.parts)
+    if not others:
+        return first
+    details = [*first.details, *(line for error in others for line in str(error).splitlines())]
+    joined = type(first)(first.what, found=first.found, expected=first.expected, remedy=first.remedy, details=details)
+    joined.joined = parts
+    return joined
 
 
 # --- the package and its host -----------------------------------------------------------------------------------------

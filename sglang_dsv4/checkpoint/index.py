@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from typing import TypeVar
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.dialects import Dialect, detect_dialect
@@ -24,15 +25,26 @@ from sglang_dsv4.errors import (
     Dsv4Error,
     HeaderError,
     IndexMismatchError,
+    StorageError,
     TruncatedShardError,
+    UnknownArchitectureError,
+    together,
 )
+
+_T = TypeVar("_T")
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 _PER_RANK = re.compile(r"model\d+-mp\d+\.safetensors")
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".expertpack")
+_SAFETENSORS_RELEASE = "Use the safetensors release of this checkpoint."
+_OTHER_WEIGHTS = {
+    ".gguf": "Only SGLang's own loader reads GGUF: leave out --model-impl sglang_dsv4, or use the safetensors release.",
+    ".expertpack": "Only SGLang's own loader reads expert packs (--load-format expert_pack): leave out --model-impl.",
+    **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _SAFETENSORS_RELEASE),
+}
+"""Suffix of weights that we do not read -> what to do."""
 
 
 class Checkpoint:
@@ -50,13 +62,20 @@ class Checkpoint:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.files = storage.list()
-        self.config = ModelConfigFacts.from_json(self._read_json(CONFIG_FILE), where=storage.locate(CONFIG_FILE))
-        self.index = self._read_index() if INDEX_FILE in self.files else None
+        self._headers: dict[str, ShardHeader] = {}
         found = sorted(name for name in self.files if name.endswith(".safetensors"))
+        if not found and INDEX_FILE not in self.files and CONFIG_FILE not in self.files:
+            raise self._no_shards()
+        faults: list[Dsv4Error] = []
+        config = _attempt(faults, self._read_config)
+        self.index = _attempt(faults, self._read_index) if INDEX_FILE in self.files else None
         self.shards = sorted(set(self.index.values())) if self.index is not None else _without_index(found)
         self.ignored = tuple(sorted(set(found) - set(self.shards)))
-        self._headers: dict[str, ShardHeader] = {}
-        self._check_shards()
+        _attempt(faults, self._check_shards)
+        if faults or config is None:  # the headers that are there may have faults of their own
+            faults += self._read_headers([shard for shard in self.shards if shard in self.files])[1]
+            raise together(faults)
+        self.config = config
 
     @classmethod
     def open(
@@ -104,18 +123,27 @@ class Checkpoint:
             HeaderError, TruncatedShardError: what the first bad shard has; `details` name the others.
             IndexMismatchError: two shards hold one name, or index and headers disagree.
         """
-        headers = self._read_headers(list(shards))
-        tensors: dict[str, TensorInfo] = {}
-        for header in headers:
-            before = len(tensors)
-            tensors.update(header.tensors)
-            if len(tensors) != before + len(header.tensors):
-                raise self._held_twice(headers)
-        if self.index is not None:
-            self._compare_with_index(headers, tensors)
+        tensors, faults = self.survey(shards)
+        if faults:
+            raise together(faults)
         return tensors
 
-    def _read_headers(self, shards: list[str]) -> list[ShardHeader]:
+    def survey(self, shards: Iterable[str]) -> tuple[dict[str, TensorInfo], list[Dsv4Error]]:
+        """The same, with everything that is wrong in place of an exception; a name that is held twice counts once.
+
+        With a header fault the tensors are those of the other shards, and index and names are not compared.
+        """
+        headers, faults = self._read_headers(list(shards))
+        tensors: dict[str, TensorInfo] = {}
+        for header in headers:
+            tensors.update(header.tensors)
+        if not faults:
+            if len(tensors) != sum(len(header.tensors) for header in headers):
+                faults.append(self._held_twice(headers))
+            faults += self._index_faults(headers, tensors)
+        return tensors, faults
+
+    def _read_headers(self, shards: list[str]) -> tuple[list[ShardHeader], list[Dsv4Error]]:
         def attempt(shard: str) -> ShardHeader | HeaderError | TruncatedShardError:
             try:
                 return self.header(shard)
@@ -127,17 +155,10 @@ class Checkpoint:
                 results = list(pool.map(attempt, shards))
         else:
             results = [attempt(shard) for shard in shards]
-        faults = [result for result in results if isinstance(result, Dsv4Error)]
+        faults: list[Dsv4Error] = [result for result in results if isinstance(result, Dsv4Error)]
         if faults:
-            first = faults[0]
-            raise type(first)(
-                first.what,
-                found=first.found,
-                expected=first.expected,
-                remedy=first.remedy,
-                details=[*(fault.headline() for fault in faults[1:]), *self._download_hint()],
-            )
-        return [result for result in results if isinstance(result, ShardHeader)]
+            faults[-1].details += tuple(self._download_hint())
+        return [result for result in results if isinstance(result, ShardHeader)], faults
 
     def _held_twice(self, headers: list[ShardHeader]) -> IndexMismatchError:
         owner: dict[str, str] = {}
@@ -155,8 +176,10 @@ class Checkpoint:
             details=samples(twice),
         )
 
-    def _compare_with_index(self, headers: list[ShardHeader], tensors: dict[str, TensorInfo]) -> None:
-        index = self.index or {}
+    def _index_faults(self, headers: list[ShardHeader], tensors: dict[str, TensorInfo]) -> list[IndexMismatchError]:
+        if self.index is None:
+            return []
+        index = self.index
         read = {header.shard for header in headers}
         absent = [name for name, shard in index.items() if shard in read and name not in tensors]
         moved = [name for name, info in tensors.items() if index.get(name, info.shard) != info.shard]
@@ -167,13 +190,16 @@ class Checkpoint:
             (unlisted, "in a shard, not in the index"),
         )
         details = [f"{fault}: {line}" for names, fault in faults for line in samples(names)]
-        if details:
-            raise IndexMismatchError(
+        if not details:
+            return []
+        return [
+            IndexMismatchError(
                 f"{self.storage.locate(INDEX_FILE)}: index and shard headers disagree",
                 found=f"{len(absent)} tensors absent, {len(moved)} misplaced, {len(unlisted)} unlisted",
                 remedy="Download the index and the shards of one revision; without an index every shard is read.",
                 details=details,
             )
+        ]
 
     # --- choosing shards ----------------------------------------------------------------------------------------------
 
@@ -193,6 +219,10 @@ class Checkpoint:
         return self.tensors if self.index is None else self.index
 
     # --- what is on the storage ---------------------------------------------------------------------------------------
+
+    def _read_config(self) -> ModelConfigFacts:
+        where = self.storage.locate(CONFIG_FILE)
+        return ModelConfigFacts.from_json(self._read_json(CONFIG_FILE), where=where)
 
     def _read_json(self, name: str) -> object:
         where = self.storage.locate(name)
@@ -227,7 +257,7 @@ class Checkpoint:
 
     def _check_shards(self) -> None:
         if not self.shards:
-            self._no_shards()
+            raise self._no_shards()
         missing = [shard for shard in self.shards if shard not in self.files]
         if missing:
             raise IndexMismatchError(
@@ -248,12 +278,13 @@ class Checkpoint:
         else:
             self._check_numbers()
 
-    def _no_shards(self) -> None:
-        others = [name for name in self.files if name.endswith(_OTHER_WEIGHTS)]
-        raise CheckpointNotFoundError(
+    def _no_shards(self) -> CheckpointNotFoundError:
+        others = sorted(name for name in self.files if name.endswith(tuple(_OTHER_WEIGHTS)))
+        remedies = [do for suffix, do in _OTHER_WEIGHTS.items() if any(name.endswith(suffix) for name in others)]
+        return CheckpointNotFoundError(
             f"{self.storage.uri}: no *.safetensors file in the model folder",
-            found=", ".join(sorted(others)[:5]) or "no weight file of any kind",
-            remedy="Use the safetensors release of this checkpoint." if others else "Download the shards.",
+            found=", ".join(others[:5]) or "no weight file of any kind",
+            remedy=remedies[0] if remedies else "Download the shards.",
             details=self._download_hint(),
         )
 
@@ -291,6 +322,17 @@ class Checkpoint:
     def _download_hint(self) -> list[str]:
         unfinished = self.storage.unfinished()
         return [f"unfinished download: {path}" for path in unfinished[:5]]
+
+
+def _attempt(faults: list[Dsv4Error], step: Callable[[], _T]) -> _T | None:
+    """The step's result; None with its fault noted. What makes every further step pointless is raised at once."""
+    try:
+        return step()
+    except (StorageError, UnknownArchitectureError):
+        raise
+    except Dsv4Error as error:
+        faults.append(error)
+        return None
 
 
 def _starts_with(prefixes: tuple[str, ...]) -> Callable[[str], bool]:

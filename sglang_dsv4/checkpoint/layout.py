@@ -19,7 +19,7 @@ from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.modules import KINDS, Kind
 from sglang_dsv4.checkpoint.names import ranges, samples
 from sglang_dsv4.checkpoint.view import NativeView, Parts
-from sglang_dsv4.errors import LayoutError
+from sglang_dsv4.errors import LayoutError, together
 
 _PREFERRED_BLOCKS = (128, 32)  # V4's and V4.1's, where small shapes leave a choice
 
@@ -109,31 +109,37 @@ def detect_layout(checkpoint: Checkpoint | NativeView, config: ModelConfigFacts 
             its scale), draft stages with a gap or of no known kind, FP8 scales that fit no block.
     """
     view = checkpoint if isinstance(checkpoint, NativeView) else checkpoint.view
-    config = checkpoint.config if isinstance(checkpoint, Checkpoint) else config
+    layout, faults = survey_layout(view, checkpoint.config if isinstance(checkpoint, Checkpoint) else config)
+    if faults:
+        raise together(faults)
+    return layout
+
+
+def survey_layout(view: NativeView, config: ModelConfigFacts | None) -> tuple[Layout, list[LayoutError]]:
+    """The same, as far as it can be told, with everything that is wrong in place of an exception.
+
+    What cannot be told is the most common of what is found. A draft that cannot be told has kind NONE and no stage.
+    """
     hint = config.quant.block[0] if config is not None and config.quant.block else None
-    stages = view.stages()
-    if stages != list(range(len(stages))):
-        raise LayoutError(
-            "the draft has a gap in its stages",
-            found=f"mtp.{ranges(stages)}",
-            expected=f"mtp.{ranges(range(len(stages)))}",
-        )
-    return Layout(
-        target=_experts(view, "layers.*.", "target"),
-        target_dense=_dense(view, "layers.*.", hint),
-        draft=_experts(view, "mtp.*.", "draft"),
-        draft_dense=_dense(view, "mtp.*.", hint),
-        draft_kind=_draft_kind(view) if stages else DraftKind.NONE,
-        stages=len(stages),
+    faults: list[LayoutError] = []
+    kind, stages = _draft(view, faults)
+    layout = Layout(
+        target=_experts(view, "layers.*.", "target", faults),
+        target_dense=_dense(view, "layers.*.", hint, faults),
+        draft=_experts(view, "mtp.*.", "draft", faults),
+        draft_dense=_dense(view, "mtp.*.", hint, faults),
+        draft_kind=kind,
+        stages=stages,
         own_embedding=any(view.place(f"mtp.*.{place}") for place in ("emb.tok_emb", "embed")),
         own_head=bool(view.place("mtp.*.head")),
     )
+    return layout, faults
 
 
 # --- routed experts ---------------------------------------------------------------------------------------------------
 
 
-def _experts(view: NativeView, prefix: str, whose: str) -> ExpertLayout:
+def _experts(view: NativeView, prefix: str, whose: str, faults: list[LayoutError]) -> ExpertLayout:
     if stacked := _stacked_modules(view, prefix):
         found = [(_rule_of(parts), parts) for parts in stacked]
     else:
@@ -145,14 +151,16 @@ def _experts(view: NativeView, prefix: str, whose: str) -> ExpertLayout:
     for rule, parts in found:
         formats.setdefault(rule.format if rule else Format.UNKNOWN, parts)
     if len(formats) > 1:
-        raise LayoutError(
-            f"the {whose}'s routed experts are stored in several formats",
-            found=", ".join(form.value for form in formats),
-            expected="one format for all",
-            remedy="Use a checkpoint whose routed experts share one format.",
-            details=[f"{form.value}: {_describe(some)}" for form, some in formats.items()],
+        faults.append(
+            LayoutError(
+                f"the {whose}'s routed experts are stored in several formats",
+                found=", ".join(form.value for form in formats),
+                expected="one format for all",
+                remedy="Use a checkpoint whose routed experts share one format.",
+                details=[f"{form.value}: {_describe(some)}" for form, some in formats.items()],
+            )
         )
-    [(form, parts)] = formats.items()
+    form, parts = next(iter(formats.items()))
     return ExpertLayout(
         form,
         scale_dtype=_scale_dtype(parts),
@@ -197,17 +205,19 @@ def _describe(parts: Parts) -> str:
 # --- the other linears ------------------------------------------------------------------------------------------------
 
 
-def _dense(view: NativeView, prefix: str, hint: int | None) -> DenseLayout:
+def _dense(view: NativeView, prefix: str, hint: int | None, faults: list[LayoutError]) -> DenseLayout:
     formats: Counter[Format] = Counter()
     wo_a: dict[int, Format] = {}
     pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[TensorInfo, TensorInfo]] = {}
+    unknown: list[Parts] = []
     for place, group in view.modules.items():
         if not place.startswith(prefix) or KINDS.get(place) is not Kind.LINEAR:
             continue
         for indices, parts in group.items():
             rule = _rule_of(parts)
             if rule is None:
-                raise _unknown_linear(parts)
+                unknown.append(parts)
+                continue
             formats[rule.format] += 1
             if place.endswith(".attn.wo_a"):
                 wo_a[indices[0]] = rule.format
@@ -215,11 +225,13 @@ def _dense(view: NativeView, prefix: str, hint: int | None) -> DenseLayout:
                 by_role = {role(suffix): info for suffix, info in parts.items()}
                 weight, scale = by_role[weight_role(rule)], by_role["scale"]
                 pairs.setdefault((weight.shape, scale.shape), (weight, scale))
+    if unknown:
+        faults.append(_unknown_linear(unknown[0], unknown[1:]))
     scale_dtype = next((scale.dtype for _, scale in pairs.values()), None)
-    return DenseLayout(dict(formats), _block(pairs.values(), hint), scale_dtype, wo_a)
+    return DenseLayout(dict(formats), _block(list(pairs.values()), hint, faults), scale_dtype, wo_a)
 
 
-def _unknown_linear(parts: Parts) -> LayoutError:
+def _unknown_linear(parts: Parts, others: list[Parts]) -> LayoutError:
     alone = {role(suffix) for suffix in parts} == {"weight"}
     info = next(iter(parts.values()))
     return LayoutError(
@@ -227,44 +239,64 @@ def _unknown_linear(parts: Parts) -> LayoutError:
         found=_describe(parts),
         expected="scale, weight_scale or weight_scale_inv beside it" if alone else "a known set of siblings",
         remedy="Download the checkpoint again, or use a complete conversion.",
+        details=samples(info.name for some in others for info in some.values()),
     )
 
 
-def _block(pairs: Iterable[tuple[TensorInfo, TensorInfo]], hint: int | None) -> int | None:
-    """The one square block that explains every FP8 scale's shape."""
-    fitting: set[int] | None = None
-    for weight, scale in pairs:
-        edges = square_blocks(weight.shape, scale.shape)
-        both = edges if fitting is None else fitting & edges
-        if not both:
-            raise LayoutError(
+def _block(pairs: list[tuple[TensorInfo, TensorInfo]], hint: int | None, faults: list[LayoutError]) -> int | None:
+    """The square block that explains most FP8 scales' shapes; it has to explain all."""
+    if not pairs:
+        return None
+    fits = [square_blocks(weight.shape, scale.shape) for weight, scale in pairs]
+    votes = Counter(edge for edges in fits for edge in edges)
+    most = max(votes.values(), default=0)
+    fitting = {edge for edge, count in votes.items() if count == most}
+    block = next((edge for edge in (hint, *_PREFERRED_BLOCKS) if edge in fitting), min(fitting, default=None))
+    strays = [pair for pair, edges in zip(pairs, fits, strict=True) if block not in edges]
+    if strays:
+        weight, scale = strays[0]
+        faults.append(
+            LayoutError(
                 f"{scale.name}: the scale fits no square block that the other scales fit",
                 found=f"{list(scale.shape)} beside {list(weight.shape)}",
-                expected=f"blocks of {ranges(fitting or edges)}" if fitting or edges else "blocks of 16 to 256",
+                expected=f"blocks of {block}" if block else "blocks of 16 to 256",
+                details=samples(scale.name for _, scale in strays[1:]),
             )
-        fitting = both
-    if fitting is None:
-        return None
-    return next((edge for edge in (hint, *_PREFERRED_BLOCKS) if edge in fitting), min(fitting))
+        )
+    return block
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
 
 
-def _draft_kind(view: NativeView) -> DraftKind:
+def _draft(view: NativeView, faults: list[LayoutError]) -> tuple[DraftKind, int]:
+    """The draft's kind and number of stages; (NONE, 0) without one and where it cannot be told."""
+    stages = view.stages()
+    if not stages:
+        return DraftKind.NONE, 0
     marks = {
         DraftKind.MTP: [place for place in ("e_proj", "h_proj", "enorm") if view.place(f"mtp.*.{place}")],
         DraftKind.DSPARK: [place for place in ("main_proj", "main_norm") if view.place(f"mtp.*.{place}")],
     }
     kinds = [kind for kind, found in marks.items() if found]
-    if len(kinds) != 1:
-        names = (f"mtp.{i[0]}" for place, group in view.modules.items() if place.startswith("mtp.*.") for i in group)
-        raise LayoutError(
-            "the draft is of no known kind" if not kinds else "the draft is MTP and DSpark at once",
-            found=", ".join(mark for found in marks.values() for mark in found) or ", ".join(samples(names)),
-            expected="e_proj, h_proj and enorm (MTP), or main_proj and main_norm (DSpark)",
+    known = len(faults)
+    if stages != list(range(len(stages))):
+        faults.append(
+            LayoutError(
+                "the draft has a gap in its stages",
+                found=f"mtp.{ranges(stages)}",
+                expected=f"mtp.{ranges(range(len(stages)))}",
+            )
         )
-    return kinds[0]
+    if len(kinds) != 1:
+        faults.append(
+            LayoutError(
+                "the draft is of no known kind" if not kinds else "the draft is MTP and DSpark at once",
+                found=", ".join(mark for found in marks.values() for mark in found) or f"mtp.{ranges(stages)}",
+                expected="e_proj, h_proj and enorm (MTP), or main_proj and main_norm (DSpark)",
+            )
+        )
+    return (kinds[0], len(stages)) if len(faults) == known else (DraftKind.NONE, 0)
 
 
 # --- config.json against the tensors ----------------------------------------------------------------------------------
