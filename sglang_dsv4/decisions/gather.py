@@ -10,7 +10,7 @@ from sglang_dsv4.checkpoint.layout import ExpertLayout, Layout
 from sglang_dsv4.decisions.decide import Flags, Inputs
 from sglang_dsv4.decisions.drafts import Speculation
 from sglang_dsv4.decisions.fp4 import ExpertDecision, ExpertFacts, Experts, Role, decide_experts
-from sglang_dsv4.decisions.parallel import Ranks, Sizes
+from sglang_dsv4.decisions.parallel import Ranks, Sizes, pads
 
 ONE_RANK = Ranks()
 NO_DRAFT = Speculation()
@@ -96,6 +96,11 @@ def speculation_of(arguments: Any) -> Speculation:
     )
 
 
+def _pads(ranks: Ranks) -> bool:
+    whole = ranks.resolved()
+    return whole.tp % (whole.ep * whole.moe_dp) == 0 and pads(whole.tp, whole.moe_tp)
+
+
 def wo_a_of(layout: Layout) -> str | None:
     """`fp8`, `bf16` or `mixed`; None when no layer tells."""
     found = {"fp8" if form is Format.FP8 else "bf16" for form in layout.target_dense.wo_a.values()}
@@ -112,7 +117,6 @@ def inputs_of(
     runner: str = "auto",
     speculation: Speculation = NO_DRAFT,
     fuse_shared: bool = False,
-    padded: bool = False,
     draft: tuple[ModelConfigFacts, Layout] | None = None,
     serving: bool = True,
 ) -> Inputs:
@@ -134,6 +138,6 @@ def inputs_of(
         runner=runner,
         fuse_shared=fuse_shared,
         speculation=speculation,
-        padded=padded,
+        padded=_pads(ranks),
         serving=serving,
     )

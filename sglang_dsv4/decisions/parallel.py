@@ -119,6 +119,14 @@ def routed_width(layout: str, runner: str, arch: str, block: tuple[int, int] | N
     return Width(max(tile, FP4_GROUP), "srt/layers/quantization/fp8.py:1588")
 
 
+def pads(tp: int, moe_tp: int) -> bool:
+    """Whether our loader deals experts out in whole blocks and fills up with zeros at these sizes.
+
+    Not under pure expert parallelism: there only the shared expert is split, and padding would grow every routed one.
+    """
+    return moe_tp > 1 or tp == 1
+
+
 def parallel_refusals(
     sizes: Sizes, ranks: Ranks, routed: Width, *, shared_tp1: bool = False, padded: bool = False
 ) -> list[Refusal]:

@@ -1,8 +1,8 @@
 """Decisions inside SGLang's argument resolution: in the parent, before a scheduler is spawned or a weight is read.
 
-Three steps of the pipeline are wrapped (compat.py names them). The first sees raw arguments and no model config: flags and
-files are checked there. The second sits where SGLang picks defaults for the model: the launch is decided and applied. The
-last sees everything resolved: the decision must still hold.
+Three steps of the pipeline are wrapped (compat.py names them). The first sees raw arguments and no model config: flags
+and files are checked there. The second sits where SGLang picks defaults for the model: the launch is decided and
+applied. The last sees everything resolved: the decision must still hold.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 
 Step = Callable[[Any], None]
 
-_written: dict[str, tuple[str | None, str]] = {}  # flag -> (the user's value, ours), so that a second launch starts afresh
+_written: dict[
+    str, tuple[str | None, str]
+] = {}  # flag -> (the user's value, ours), so that a second launch starts afresh
 
 
 def check_flags_and_files(server_args: Any) -> None:

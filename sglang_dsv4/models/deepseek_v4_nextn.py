@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.models import deepseek_v4_nextn as upstream
 
-from sglang_dsv4.models.loading.experts import prepare
+from sglang_dsv4.models.loading.experts import prepare, widths
 from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.session import load
 from sglang_dsv4.models.loading.wiring import NEXTN
@@ -19,8 +19,9 @@ class DeepseekV4ForCausalLMNextN(upstream.DeepseekV4ForCausalLMNextN):
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         decision = prepare(quant_config, NEXTN.kind)
+        expert_widths = widths(config, quant_config, NEXTN.kind)
         super().__init__(config, quant_config, prefix)
-        self.expert_decision = decision
+        self.expert_decision, self.expert_widths = decision, expert_widths
 
     def loading_plan(self) -> Plan:
         return make_plan(self, NEXTN)

@@ -16,6 +16,8 @@ from sglang_dsv4.checkpoint.layout import Layout, detect_layout
 from sglang_dsv4.decisions.decide import Flags
 from sglang_dsv4.decisions.fp4 import ExpertDecision
 from sglang_dsv4.decisions.gather import experts_of
+from sglang_dsv4.decisions.parallel import pads
+from sglang_dsv4.models.loading.plan import block_of
 from sglang_dsv4.models.loading.wiring import Kind
 
 
@@ -31,6 +33,22 @@ def prepare(quant_config: Any, kind: Kind) -> ExpertDecision:
     if hasattr(quant_config, "is_fp4_experts"):
         quant_config.is_fp4_experts = decision.runs == "fp4"
     return decision
+
+
+def widths(config: Any, quant_config: Any, kind: Kind) -> tuple[int, int]:
+    """Width of an expert on disk and in SGLang; `config.moe_intermediate_size` is raised to the second.
+
+    SGLang wants every rank's part of a block-FP8 expert to be whole blocks (srt/layers/quantization/fp8.py:1588, :606).
+    Where it is not, blocks are dealt out whole and the last ranks' parts are filled up with zeros.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    stored = layout_at(model_path(kind))[0]["I"]
+    parallel = get_parallel()
+    split = parallel.tp_size if pads(parallel.tp_size, parallel.moe_tp_size) else 1
+    unit = split * max(block_of(quant_config)) if hasattr(quant_config, "weight_block_size") else 1
+    config.moe_intermediate_size = -(-stored // unit) * unit
+    return stored, config.moe_intermediate_size
 
 
 def model_path(kind: Kind) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_dsv4.decisions.fp4 import ExpertDecision
 from sglang_dsv4.models.loading.proof import kept_experts
@@ -20,13 +20,21 @@ if TYPE_CHECKING:
 DEFAULT_BLOCK = (128, 128)
 
 
+class Part(NamedTuple):
+    """Part `rank` of `of` equal parts of what a module holds."""
+
+    rank: int
+    of: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """One load of one model.
 
     share: what this rank keeps. experts: what the routed experts run as. converts_wo_a: whether that stage runs. block:
-    (rows, columns) of one FP8 block scale. expert_cuts, wo_a_cuts: module path -> (rank, count) where this rank's part
-    is cut before the conversion; those modules take their tensors as already sharded.
+    (rows, columns) of one FP8 block scale. wo_a_parts, expert_parts: module path -> this rank's part, of the modules
+    whose tensors are cut before the conversion; they take them as already sharded. stored, held: width of an expert on
+    disk and in SGLang; it holds more where the parts would not end on a block, the rest being zeros.
     """
 
     wiring: Wiring
@@ -34,8 +42,11 @@ class Plan:
     experts: ExpertDecision
     converts_wo_a: bool
     block: tuple[int, int]
-    wo_a_cuts: dict[str, tuple[int, int]]
-    expert_cuts: dict[str, tuple[int, int]]
+    wo_a_parts: dict[str, Part]
+    expert_parts: dict[str, Part]
+    stored: int
+    held: int
+    fuses_shared: bool
 
     @property
     def converts_experts(self) -> bool:
@@ -43,29 +54,41 @@ class Plan:
 
     def cut(self, name: str, tensor: torch.Tensor) -> Cut | None:
         """The stream's cutter: rows of `wo_a` and of w1 and w3, columns of w2; scales like their weights."""
-        if self.wo_a_cuts and is_wo_a(name):
-            where = self.wo_a_cuts.get(self.wiring.path(name.rpartition(".")[0]) or "")
-            return where and Cut(0, *where)
-        expert = expert_name(name) if self.expert_cuts else None
-        if expert is None or expert.expert is None:
+        if self.wo_a_parts and is_wo_a(name):
+            part = self.wo_a_parts.get(self.wiring.path(name.rpartition(".")[0]) or "")
+            length = tensor.shape[0] // part.of if part else 0
+            return Cut(0, part.rank * length, length) if part else None
+        if not self.expert_parts and self.stored == self.held:
             return None
-        where = self.expert_cuts.get(f"{self.wiring.path(expert.layer)}.mlp.experts")
-        return where and Cut(1 if expert.projection == "w2" else 0, *where)
+        expert = expert_name(name)
+        if expert is None or tensor.dim() < 2:
+            return None
+        alone = expert.expert is None and not self.fuses_shared
+        part = Part(0, 1) if alone else self.expert_parts.get(f"{self.wiring.path(expert.layer)}.mlp.experts")
+        if part is None or (alone and self.stored == self.held):
+            return None
+        dim = 1 if expert.projection == "w2" else 0
+        length = self.held // part.of // _width_of_one(self.stored, tensor.shape[dim])
+        return Cut(dim, part.rank * length, length)
 
 
 def make_plan(model: Any, wiring: Wiring) -> Plan:
     """Read the plan off a built model, before any of its weights is loaded."""
     modules = dict(model.named_modules())
-    block = _block(model)
+    block = block_of(model.quant_config)
     converts_wo_a = not getattr(model, "wo_a_fp8", False)
+    stored, held = model.expert_widths
     return Plan(
         wiring=wiring,
         share=_share(model, wiring, modules),
         experts=model.expert_decision,
         converts_wo_a=converts_wo_a,
         block=block,
-        wo_a_cuts=_wo_a_cuts(modules, block) if converts_wo_a else {},
-        expert_cuts=_expert_cuts(modules) if model.expert_decision.converts else {},
+        wo_a_parts=_wo_a_parts(modules, block) if converts_wo_a else {},
+        expert_parts=_expert_parts(modules) if model.expert_decision.converts or stored != held else {},
+        stored=stored,
+        held=held,
+        fuses_shared=getattr(model, "num_fused_shared_experts", 0) > 0,
     )
 
 
@@ -73,7 +96,7 @@ def make_plan(model: Any, wiring: Wiring) -> Plan:
 def taking_sharded(model: torch.nn.Module, plan: Plan) -> Iterator[None]:
     """For the time of a load, tell the modules whose tensors we cut that they come as this rank's part."""
     modules = dict(model.named_modules())
-    cut: list[Any] = [modules[path] for path in (*plan.wo_a_cuts, *plan.expert_cuts)]
+    cut: list[Any] = [modules[path] for path in (*plan.wo_a_parts, *plan.expert_parts)]
     before = [module.use_presharded_weights for module in cut]
     try:
         for module in cut:
@@ -84,9 +107,15 @@ def taking_sharded(model: torch.nn.Module, plan: Plan) -> Iterator[None]:
             module.use_presharded_weights = value
 
 
-def _block(model: torch.nn.Module) -> tuple[int, int]:
-    configured = getattr(getattr(model, "quant_config", None), "weight_block_size", None)
+def block_of(quant_config: Any) -> tuple[int, int]:
+    """(rows, columns) of one FP8 block scale, as SGLang's quantisation config has it; V4's where it has none."""
+    configured = getattr(quant_config, "weight_block_size", None)
     return (int(configured[0]), int(configured[1])) if configured else DEFAULT_BLOCK
+
+
+def _width_of_one(stored: int, extent: int) -> int:
+    """How much of an expert's width one entry of a tensor covers: 1 or 2 for weights, 32 or a block for scales."""
+    return 1 << (-(-stored // extent) - 1).bit_length()
 
 
 def _share(model: Any, wiring: Wiring, modules: dict[str, torch.nn.Module]) -> Share:
@@ -111,23 +140,23 @@ def _layers(model: Any, wiring: Wiring) -> range:
     return range(model.num_stages if wiring.kind == "dspark" else 1)
 
 
-def _wo_a_cuts(modules: dict[str, torch.nn.Module], block: tuple[int, int]) -> dict[str, tuple[int, int]]:
-    """Cut where a rank's rows are whole blocks; elsewhere the full tensor is converted and upstream cuts the result."""
+def _wo_a_parts(modules: dict[str, torch.nn.Module], block: tuple[int, int]) -> dict[str, Part]:
+    """Where a rank's rows are whole blocks; elsewhere the full tensor is converted and upstream cuts the result."""
     from sglang.srt.layers.linear import get_group_rank_size
 
-    cuts = {}
+    parts = {}
     for path, module in modules.items():
         weight = getattr(module, "weight", None)
         if path.endswith(".wo_a") and weight is not None and weight.shape[0] % block[0] == 0:
-            rank, count = get_group_rank_size(module.tp_group)
-            if count > 1:
-                cuts[path] = (rank, count)
-    return cuts
+            part = Part(*get_group_rank_size(module.tp_group))
+            if part.of > 1:
+                parts[path] = part
+    return parts
 
 
-def _expert_cuts(modules: dict[str, torch.nn.Module]) -> dict[str, tuple[int, int]]:
+def _expert_parts(modules: dict[str, torch.nn.Module]) -> dict[str, Part]:
     return {
-        path: (int(module.moe_tp_rank), int(module.moe_tp_size))  # type: ignore[arg-type]
+        path: Part(int(module.moe_tp_rank), int(module.moe_tp_size))  # type: ignore[arg-type]
         for path, module in modules.items()
-        if path.endswith(".mlp.experts") and getattr(module, "moe_tp_size", 1) > 1
+        if path.endswith(".mlp.experts")
     }

@@ -20,16 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 NOT_FROM_THE_CHECKPOINT: tuple[tuple[str, tuple[Kind, ...], str], ...] = (
-    (
-        "attn_mqa.k_scale",
-        ("target", "nextn", "dspark"),
-        "KV cache scale with a default of 1; V4 checkpoints carry none",
-    ),
-    (
-        "attn_mqa.v_scale",
-        ("target", "nextn", "dspark"),
-        "KV cache scale with a default of 1; V4 checkpoints carry none",
-    ),
+    (".k_scale", ("target", "nextn", "dspark"), "KV cache scale with a default of 1; V4 checkpoints carry none"),
+    (".v_scale", ("target", "nextn", "dspark"), "KV cache scale with a default of 1; V4 checkpoints carry none"),
     ("blockscale_swizzled", ("target", "nextn", "dspark"), "scratch copy that post-processing fills"),
     ("lm_head.", ("nextn",), "shared with the target after the load (set_embed_and_head)"),
     ("embed_tokens.", ("nextn",), "shared with the target after the load (set_embed_and_head)"),
