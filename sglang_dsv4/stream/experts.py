@@ -17,7 +17,7 @@ PROJECTIONS = ("w1", "w2", "w3")
 
 
 def half_of(name: str, tensor: torch.Tensor) -> Half | None:
-    """Which half of a packed FP4 expert this is (routed or shared, native names); None for everything else.
+    """Which half of a packed FP4 routed expert this is (native names); None for everything else.
 
     A packed weight is int8, uint8 or float4_e2m1fn_x2; an expert that is FP8 or BF16 already passes, and so does its
     scale, which is no E8M0 scale per 32 columns.
@@ -31,6 +31,33 @@ def half_of(name: str, tensor: torch.Tensor) -> Half | None:
     if parts[6] == "scale":
         return Half(module, "scale")
     return Half(module, "weight") if parts[6] == "weight" and tensor.dtype in PACKED_DTYPES else None
+
+
+def shared_half_of(name: str, tensor: torch.Tensor) -> Half | None:
+    """Which half of an FP8 shared expert this is (native names); None for everything else."""
+    import torch
+
+    parts = name.split(".")
+    if len(parts) != 6 or parts[2:4] != ["ffn", "shared_experts"] or parts[4] not in PROJECTIONS:
+        return None
+    module = name.rpartition(".")[0]
+    if parts[5] == "scale":
+        return Half(module, "scale")
+    return Half(module, "weight") if parts[5] == "weight" and tensor.dtype == torch.float8_e4m3fn else None
+
+
+def shared_experts_in_pairs(stream: Stream, ledger: Ledger | None = None) -> Iterator[Named]:
+    """An FP8 shared expert's weight and its scale one right after the other, both valid until the step after them.
+
+    For a writer that needs both at once and keeps the first as it is: SGLang's FusedMoE, which turns a fused FP8 shared
+    expert into FP4 (srt/layers/moe/fused_moe_triton/layer.py:1083 of 0.5.23). Raises what `pair` raises.
+    """
+
+    def both(module: str, weight: torch.Tensor, scale: torch.Tensor) -> Iterator[Named]:
+        yield f"{module}.weight", weight
+        yield f"{module}.scale", scale
+
+    return pair(stream, shared_half_of, both, ledger)
 
 
 def experts_to_fp8(

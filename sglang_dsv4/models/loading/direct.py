@@ -28,15 +28,17 @@ class DirectWriter:
 
     model: the SGLang module tree under load. pool: where copies run whose tensors outlive the next step of the stream.
     owned: whether the source's tensors do. converted: whether routed experts are converted, and so are fresh memory.
+    paired: whether fused shared experts come in pairs, of which SGLang keeps the first until it has the second.
     """
 
     def __init__(
-        self, model: torch.nn.Module, wiring: Wiring, pool: BoundedPool, *, owned: bool, converted: bool
+        self, model: torch.nn.Module, wiring: Wiring, pool: BoundedPool, *, owned: bool, converted: bool, paired: bool
     ) -> None:
         self._wiring = wiring
         self._pool = pool
         self._owned = owned
         self._experts_owned = owned or converted
+        self._shared_owned = owned and not paired
         self._parameters = dict(model.named_parameters())
         self._fused_shared = getattr(model, "num_fused_shared_experts", 0) > 0
         self._routed = model.config.n_routed_experts  # type: ignore[union-attr]
@@ -66,7 +68,7 @@ class DirectWriter:
             target = f"{layer}.experts.{EXPERT_PARAMETERS[expert.projection]}_{leaf}"
             number = self._routed if expert.expert is None else expert.expert
             keywords = {"shard_id": expert.projection, "expert_id": number}
-            owned = self._owned if expert.expert is None else self._experts_owned
+            owned = self._shared_owned if expert.expert is None else self._experts_owned
             return self._submit(name, tensor, target, (target,), keywords, owned)
         if is_wo_a(name):
             target = self._wiring.path(name) or ""

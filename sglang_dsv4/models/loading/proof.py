@@ -35,6 +35,11 @@ Part = tuple[int | None, str | int | None]
 """(expert number, shard id) of one write; (None, None) for a parameter that is written whole."""
 
 
+def may_stay_unwritten(name: str, kind: Kind) -> bool:
+    """Whether a parameter of this class is listed in NOT_FROM_THE_CHECKPOINT."""
+    return any(part in name and kind in kinds for part, kinds, _ in NOT_FROM_THE_CHECKPOINT)
+
+
 class WriteProof:
     """Records, for one load of one model, which part of which parameter was written."""
 
@@ -42,6 +47,7 @@ class WriteProof:
         self._model = model
         self._kind = kind
         self._parameters = dict(model.named_parameters())
+        self._first_fp4_shared = _first_fp4_shared(model)
         self.written: dict[str, set[Part]] = {name: set() for name in self._parameters}
 
     @contextmanager
@@ -68,7 +74,8 @@ class WriteProof:
         original = getattr(parameter, slot, default)
 
         def load(target: torch.nn.Parameter, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            original(target, as_stored(name, target, tensor), *args, **kwargs)
+            stored = tensor if self._becomes_fp4(tensor, kwargs) else as_stored(name, target, tensor)
+            original(target, stored, *args, **kwargs)
             self.written[name].add(_part(args, kwargs))
 
         setattr(parameter, slot, load)
@@ -81,17 +88,30 @@ class WriteProof:
 
         return restore
 
+    def _becomes_fp4(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether FusedMoE itself turns this FP8 weight, of a fused shared expert, into FP4 when it has its scale."""
+        import torch
+
+        fused = self._first_fp4_shared is not None and kwargs.get("expert_id", -1) >= self._first_fp4_shared
+        return fused and tensor.dtype == torch.float8_e4m3fn
+
     def missing(self) -> list[str]:
         """Every parameter, or part of one, that was not written and should have been; indices collapsed."""
         holes: list[str] = []
         modules = dict(self._model.named_modules())
         for name in self._parameters:
-            if any(part in name and self._kind in kinds for part, kinds, _ in NOT_FROM_THE_CHECKPOINT):
+            if may_stay_unwritten(name, self._kind):
                 continue
             owner, _, leaf = name.rpartition(".")
             expected = _expected_parts(modules.get(owner), leaf)
             holes += [_spell(name, part) for part in sorted(expected - self.written[name], key=repr)]
         return collapse(holes)
+
+
+def _first_fp4_shared(model: Any) -> int | None:
+    """Expert number of the first shared expert that is fused into packed FP4 experts; None where none is."""
+    fused = getattr(model, "num_fused_shared_experts", 0) > 0
+    return model.config.n_routed_experts if fused and getattr(model.quant_config, "is_fp4_experts", False) else None
 
 
 def _part(args: tuple, kwargs: dict[str, Any]) -> Part:

@@ -95,14 +95,22 @@ def server_arguments(model: str, *, model_impl: str = compat.MODEL_IMPL, **optio
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:
-    """{parameter name: sha256 of its bytes}, as they are after SGLang's post-processing."""
+    """{parameter name: sha256 of its bytes}, as they are after SGLang's post-processing.
+
+    Parameters of our classes that a load may leave unwritten are left out: they may hold what the memory held before.
+    """
     import torch
+
+    from sglang_dsv4.models.loading.proof import may_stay_unwritten
 
     def digest(tensor: torch.Tensor) -> str:
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         return hashlib.sha256(data.numpy().data).hexdigest()
 
-    return {name: digest(parameter) for name, parameter in sorted(model.named_parameters())}
+    plan = getattr(model, "loading_plan", None)
+    kind = plan().wiring.kind if plan is not None else None
+    parameters = sorted(model.named_parameters())
+    return {name: digest(value) for name, value in parameters if kind is None or not may_stay_unwritten(name, kind)}
 
 
 def _device() -> str:

@@ -34,6 +34,7 @@ class LoadReport:
     skipped: Counter[str] = field(default_factory=Counter)
     wo_a: Ledger = field(default_factory=Ledger)
     experts: Ledger = field(default_factory=Ledger)
+    shared: Ledger = field(default_factory=Ledger)
     rounding: dict[str, Rounding] = field(default_factory=dict)
     in_flight_peak: int = 0
     decisions: list[str] = field(default_factory=list)
@@ -58,7 +59,7 @@ class LoadReport:
     @property
     def held_peak(self) -> int:
         """Upper bound of what the stages cloned at any one time."""
-        return self.wo_a.peak + self.experts.peak
+        return self.wo_a.peak + self.experts.peak + self.shared.peak
 
     def lines(self) -> list[str]:
         """A few plain lines for the server's log and the command line."""

@@ -21,7 +21,7 @@ from sglang_dsv4.models.loading.wiring import Wiring
 from sglang_dsv4.numerics.backend import cpu_threads
 from sglang_dsv4.stream.audit import audit
 from sglang_dsv4.stream.bounded import BoundedPool
-from sglang_dsv4.stream.experts import experts_to_fp8
+from sglang_dsv4.stream.experts import experts_to_fp8, shared_experts_in_pairs
 from sglang_dsv4.stream.progress import progress
 from sglang_dsv4.stream.rename import rename
 from sglang_dsv4.stream.select import select
@@ -57,7 +57,9 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
             pool = stack.enter_context(BoundedPool(cpu_threads(), envs.QUEUE_BYTES.get()))
             stack.enter_context(proof.watching())
             owned = source is not None and source.owned
-            writer = DirectWriter(model, wiring, pool, owned=owned, converted=plan.converts_experts)
+            writer = DirectWriter(
+                model, wiring, pool, owned=owned, converted=plan.converts_experts, paired=pairs_shared(plan)
+            )
             stack.enter_context(hidden_from_upstream(model, writer.parameters))
             upstream(
                 consumed_at_once(
@@ -96,7 +98,14 @@ def stages(stream: Stream, plan: Plan, report: LoadReport) -> Stream:
             report=report.rounding.__setitem__,
             ledger=report.experts,
         )
+    if pairs_shared(plan):
+        stream = shared_experts_in_pairs(stream, report.shared)
     return stream
+
+
+def pairs_shared(plan: Plan) -> bool:
+    """Whether SGLang turns a fused FP8 shared expert into FP4, for which it wants weight and scale together."""
+    return plan.fuses_shared and plan.experts.runs == "fp4"
 
 
 def consumed_at_once(stream: Stream) -> Iterator[Named]:

@@ -1,0 +1,102 @@
+"""What runs in a loading process: SGLang is imported once there, and many loads share it."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+NEXTN = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1", "--speculative-eagle-topk", "1")
+"""Arguments of a server with the NextN draft. (DSpark is refused on a CPU by SGLang; its draft loads without any.)"""
+
+FUSED = ("--enforce-shared-experts-fusion",)
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load: which checkpoint, as which rank, and how. `flags` are environment flags read at each load."""
+
+    model: str
+    draft: bool = False
+    arguments: tuple[str, ...] = ()
+    flags: dict[str, str] = field(default_factory=dict)
+    tp_rank: int = 0
+    pp_rank: int = 0
+    poison: str = ""  # read through the poisoning streamer, in this order (poison.ORDERS)
+    keep: str = ""  # return the parameters whose names match this expression
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load did. digests: {parameter: sha256}. report: as of `load --json`. kept: name -> array (see `keep`)."""
+
+    digests: dict[str, str]
+    report: dict[str, Any]
+    kept: dict[str, np.ndarray]
+
+
+def start(platform: str, wo_a_fp8: str, extra_path: str) -> None:
+    """Initialise a loading process, before SGLang is imported."""
+    import sys
+
+    os.environ |= {"SGLANG_PLATFORM": platform, "SGLANG_OPT_FP8_WO_A_GEMM": wo_a_fp8, "OMP_NUM_THREADS": "1"}
+    if extra_path:
+        sys.path.insert(0, extra_path)
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def load(job: Load) -> Loaded:
+    """One complete load in this process."""
+    with loaded(job) as model:
+        return result(model, job.keep)
+
+
+@contextmanager
+def loaded(job: Load) -> Iterator[Any]:
+    """The loaded model of a job, while its parallel state is up."""
+    import poison
+    from sglang_dsv4.models.loading.rank import Place, load_model, parallel_context, server_arguments
+
+    arguments = [*server_arguments(job.model, log_level="error"), *job.arguments]
+    streamer = patch("runai_model_streamer.SafetensorsStreamer", poison.streamer(job.poison)) if job.poison else None
+    with patch.dict(os.environ, job.flags), parallel_context(arguments, Place(job.tp_rank, job.pp_rank)) as server_args:
+        if streamer is None:
+            yield load_model(server_args, draft=job.draft)
+        else:
+            with streamer:
+                model = load_model(server_args, draft=job.draft, load_format="runai_streamer")
+            yield model
+
+
+def result(model: Any, keep: str = "") -> Loaded:
+    from sglang_dsv4.models.loading.rank import digests
+
+    kept = {name: array(value) for name, value in model.named_parameters() if keep and re.search(keep, name)}
+    return Loaded(digests(model), model.load_report.as_json(), kept)
+
+
+def array(tensor: Any) -> np.ndarray:
+    """A parameter as numpy: floats of two or four bytes by value, everything of one byte as uint8."""
+    import torch
+
+    tensor = tensor.detach()
+    if tensor.element_size() == 1:
+        return tensor.view(torch.uint8).numpy().copy()
+    return (tensor.float() if tensor.is_floating_point() else tensor).numpy().copy()
+
+
+def tensors_of(model: str, names: Sequence[str] = ()) -> list[tuple[str, Any]]:
+    """(name, torch tensor) of a checkpoint, read whole by safetensors; only `names` where given."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for path in sorted(Path(model).glob("*.safetensors")):
+        found |= load_file(path)
+    return [(name, found[name]) for name in names or found]
