@@ -1,10 +1,36 @@
-"""What can be known to be broken before SGLang starts: a missing folder, config, index or shard, a bad header."""
+"""What can be known of a checkpoint before SGLang starts: whether it is whole, and what it holds. No tensor is read."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 
+from sglang_dsv4.checkpoint.expected import Completeness, compare
+from sglang_dsv4.checkpoint.headers import TensorInfo
 from sglang_dsv4.checkpoint.index import Checkpoint
+from sglang_dsv4.checkpoint.layout import Disagreement, Layout, disagreements, survey_layout
+from sglang_dsv4.checkpoint.view import NativeView
+from sglang_dsv4.errors import Dsv4Error, HeaderError, IncompleteLoadError, TruncatedShardError
+
+DRAFT = ("mtp.", "model.mtp.")
+"""What the name of a draft's tensor begins with, in any dialect."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Everything that config.json and all headers tell of one checkpoint.
+
+    target, draft: where the tensors differ from the model of the config, for each half. claims: where config.json and
+    the tensors tell different stories.
+    """
+
+    checkpoint: Checkpoint
+    view: NativeView
+    layout: Layout
+    target: Completeness
+    draft: Completeness
+    claims: tuple[Disagreement, ...]
 
 
 def preflight(path: str | os.PathLike[str], *, revision: str | None = None, cache_dir: str | None = None) -> Checkpoint:
@@ -17,3 +43,52 @@ def preflight(path: str | os.PathLike[str], *, revision: str | None = None, cach
     checkpoint = Checkpoint.open(path, revision=revision, cache_dir=cache_dir)
     checkpoint.tensors  # noqa: B018 (reads and validates all headers)
     return checkpoint
+
+
+def survey(
+    path: str | os.PathLike[str],
+    *,
+    target: bool = True,
+    draft: bool = False,
+    strict: bool = True,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+) -> tuple[Inspection | None, list[Dsv4Error]]:
+    """Inspect a checkpoint; returns what it holds and everything that is wrong with it.
+
+    target, draft: the halves that will be loaded; a missing, unexpected or wrong tensor of the other is no fault. With
+    `strict` off it never is one. The inspection is None where the faults leave nothing to inspect. Raises nothing of
+    this package: no folder, no config, a broken header or index, unknown names, an unknown layout are all returned.
+    """
+    faults: list[Dsv4Error] = []
+    try:
+        checkpoint = Checkpoint.open(path, revision=revision, cache_dir=cache_dir)
+        tensors, faults = checkpoint.survey(checkpoint.shards)
+        if any(isinstance(fault, (HeaderError, TruncatedShardError)) for fault in faults):
+            return None, faults
+        inspection, found = _inspect(checkpoint, tensors.values())
+    except Dsv4Error as error:
+        return None, [*faults, *error.parts]
+    faults += found
+    for wanted, half in ((target, inspection.target), (draft, inspection.draft)):
+        try:
+            if wanted and strict:
+                half.raise_if_incomplete(checkpoint.storage.uri)
+        except IncompleteLoadError as error:
+            faults.append(error)
+    return inspection, faults
+
+
+def _inspect(checkpoint: Checkpoint, tensors: Iterable[TensorInfo]) -> tuple[Inspection, list[Dsv4Error]]:
+    view, config = NativeView(tensors, checkpoint.dialect), checkpoint.config
+    layout, faults = survey_layout(view, config)
+    found = compare(view, config, layout)
+    untold = bool(view.stages()) and not layout.stages
+    draft = Completeness((), (), (), ()) if untold else _half(found, draft=True)
+    claims = tuple(disagreements(config, layout))
+    return Inspection(checkpoint, view, layout, _half(found, draft=False), draft, claims), list(faults)
+
+
+def _half(found: Completeness, *, draft: bool) -> Completeness:
+    groups = (found.missing, found.unexpected, found.wrong, found.absent)
+    return Completeness(*(tuple(line for line in group if line.startswith(DRAFT) == draft) for group in groups))

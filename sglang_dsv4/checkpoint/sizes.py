@@ -1,0 +1,186 @@
+"""How many parameters and bytes of weights a rank holds after conversion, from headers alone.
+
+Counted are the tensors as our stream hands them over: converted, cut to the rank's part, padded where parts are. No KV
+cache, no activations; and SGLang may keep scales wider (float32 for E8M0) or let a MoE runner repack what it got.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from sglang_dsv4.checkpoint.config import ModelConfigFacts
+from sglang_dsv4.checkpoint.formats import Format, classify, role, weight_role
+from sglang_dsv4.checkpoint.headers import DTYPE_BITS
+from sglang_dsv4.checkpoint.modules import KINDS, Kind
+from sglang_dsv4.checkpoint.view import Indices, NativeView, Parts
+
+VOCABULARY_UNIT = 64
+"""SGLang rounds the vocabulary up to this before it splits it (srt/layers/vocab_parallel_embedding.py)."""
+
+SHARED_WITH_TARGET = ("emb.tok_emb", "embed", "head")
+"""Places of a draft stage that are not loaded: SGLang's drafts use the target's embedding and head."""
+
+SPLITS: dict[str, tuple[int, str]] = {
+    "embed": (0, "embedding"),
+    "head": (0, "head"),
+    "attn.wq_b": (0, "attention"),
+    "attn.wo_a": (0, "attention"),
+    "attn.wo_b": (1, "attention"),
+    "ffn.shared_experts.w1": (0, "shared"),
+    "ffn.shared_experts.w2": (1, "shared"),
+    "ffn.shared_experts.w3": (0, "shared"),
+    "ffn.experts.*.w1": (0, "width"),
+    "ffn.experts.*.w2": (1, "width"),
+    "ffn.experts.*.w3": (0, "width"),
+    "engram.embed": (0, "tensor"),
+}
+"""Place below a layer, a draft stage or the root -> axis, and the field of `Spread` that says over how many ranks it is
+split (srt/models/deepseek_v4.py:1118, :3770, :4710; srt/layers/engram.py:985). Other places every rank holds whole."""
+
+_FP4 = (Format.FP4, Format.QUARK_FP4, Format.MXFP4_CT)
+_LAYERS, _STAGES = "layers.*.", "mtp.*."
+
+
+class Spread(NamedTuple):
+    """Over how many ranks each kind of weight is spread.
+
+    tensor      all tensor-parallel ranks: V4.1's Engram tables
+    attention   heads and output groups
+    embedding, head, shared   the embedding, the head, the shared expert
+    experts     groups of routed experts
+    width       parts of one routed expert
+    pipeline    stages of consecutive layers
+    """
+
+    tensor: int = 1
+    attention: int = 1
+    embedding: int = 1
+    head: int = 1
+    shared: int = 1
+    experts: int = 1
+    width: int = 1
+    pipeline: int = 1
+
+
+class Conversion(NamedTuple):
+    """What the stream changes.
+
+    fp8_block   edge of the FP8 blocks that packed FP4 experts become; None leaves them packed
+    bf16_wo_a   FP8 wo_a becomes BF16
+    width       what the width of an expert is padded to; None leaves it
+    """
+
+    fp8_block: int | None = None
+    bf16_wo_a: bool = False
+    width: int | None = None
+
+
+class Weights(NamedTuple):
+    """Parameters (scales and routing tables not counted) and bytes (everything counted)."""
+
+    parameters: int
+    nbytes: int
+
+
+def stored(view: NativeView, config: ModelConfigFacts, *, draft: bool = False) -> Weights:
+    """All of the target's, or the draft's, tensors as they lie in the files."""
+    measure = _Measure(config, Spread(), Conversion())
+    return _sum(measure(place, parts) for place, _, parts in _modules(view, draft))
+
+
+def target_per_stage(
+    view: NativeView, config: ModelConfigFacts, spread: Spread, conversion: Conversion
+) -> list[Weights]:
+    """What one rank of each pipeline stage holds of the target. Layers are dealt out evenly, the last stages get more."""
+    measure = _Measure(config, spread, conversion)
+    base, more = divmod(config["NL"], spread.pipeline)
+    owners = [stage for stage in range(spread.pipeline) for _ in range(base + (stage >= spread.pipeline - more))]
+    kept = config["E"] // spread.experts
+    held: list[list[Weights]] = [[] for _ in range(spread.pipeline)]
+    for place, at, parts in _modules(view, draft=False):
+        if ".experts.*." in place and at[-1] >= kept:
+            continue
+        in_layer = place.startswith(_LAYERS) and at[0] < len(owners)
+        held[owners[at[0]] if in_layer else 0 if place == "embed" else -1].append(measure(place, parts))
+    return [_sum(weights) for weights in held]
+
+
+def draft_per_rank(view: NativeView, config: ModelConfigFacts, spread: Spread, conversion: Conversion) -> Weights:
+    """What one rank holds of the draft, which has no pipeline stages of its own."""
+    measure = _Measure(config, spread, conversion)
+    experts = config.dspark.n_routed_experts if config.dspark is not None else None
+    kept = (experts or config["E"]) // spread.experts
+    return _sum(
+        measure(place, parts)
+        for place, at, parts in _modules(view, draft=True)
+        if place.removeprefix(_STAGES) not in SHARED_WITH_TARGET and (".experts.*." not in place or at[-1] < kept)
+    )
+
+
+def _modules(view: NativeView, draft: bool) -> Iterator[tuple[str, Indices, Parts]]:
+    for place, group in view.modules.items():
+        if place.startswith(_STAGES) == draft:
+            for at, parts in group.items():
+                yield place, at, parts
+
+
+def _sum(weights: Iterator[Weights] | list[Weights]) -> Weights:
+    parameters = nbytes = 0
+    for one in weights:
+        parameters += one.parameters
+        nbytes += one.nbytes
+    return Weights(parameters, nbytes)
+
+
+class _Measure:
+    """Weights of one module on one rank; modules that look alike are measured once."""
+
+    def __init__(self, config: ModelConfigFacts, spread: Spread, conversion: Conversion) -> None:
+        self.spread, self.conversion = spread, conversion
+        self.stored = {"width": config["I"], "shared": config["NS"] * config["I"]}
+        self.known: dict[tuple, Weights] = {}
+
+    def __call__(self, place: str, parts: Parts) -> Weights:
+        key = (place, *((suffix, info.dtype, info.shape) for suffix, info in parts.items()))
+        if key not in self.known:
+            self.known[key] = self._weights(place, parts)
+        return self.known[key]
+
+    def _weights(self, place: str, parts: Parts) -> Weights:
+        inner = place.removeprefix(_LAYERS).removeprefix(_STAGES)
+        rule = classify({role(suffix): info.dtype for suffix, info in parts.items()})
+        main = weight_role(rule) if rule else "weight"
+        packed = (rule.per_weight or 8) if rule else 1
+        parameters = nbytes = 0
+        shapes = {suffix: self._cut(inner, info.shape) for suffix, info in parts.items()}
+        for suffix, info in parts.items():
+            count = math.prod(shapes[suffix])
+            nbytes += count * DTYPE_BITS[info.dtype] // 8
+            if suffix == main or (suffix == "" and KINDS.get(place) is not Kind.IDS):
+                parameters += count * packed
+        form = rule.format if rule else None
+        if KINDS.get(place) is Kind.EXPERT and form in _FP4 and self.conversion.fp8_block:
+            rows, columns = shapes[main][0], shapes[main][1] * packed
+            edge = self.conversion.fp8_block
+            nbytes = rows * columns + -(-rows // edge) * -(-columns // edge)
+        elif inner == "attn.wo_a" and form is Format.FP8 and self.conversion.bf16_wo_a:
+            nbytes = parameters * 2
+        return Weights(parameters, nbytes)
+
+    def _cut(self, inner: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        split = SPLITS.get(inner)
+        if split is None or len(shape) != 2:
+            return shape
+        axis, kind = split
+        ranks, extent = getattr(self.spread, kind), shape[axis]
+        if kind in self.stored:
+            width = self.stored[kind]
+            unit = 1 << (-(-width // extent) - 1).bit_length()  # columns that one entry covers: 1, 2, 32, a block
+            padded = width if self.conversion.width is None else self.conversion.width * width // self.stored["width"]
+            extent = -(-padded // unit)
+        elif kind in ("embedding", "head") and ranks > 1:
+            extent = -(-extent // VOCABULARY_UNIT) * VOCABULARY_UNIT
+        part = -(-extent // ranks)
+        return (part, shape[1]) if axis == 0 else (shape[0], part)

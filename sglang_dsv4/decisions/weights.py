@@ -1,0 +1,91 @@
+"""What a decided launch holds of weights on each rank: the decisions, applied to sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sglang_dsv4 import envs
+from sglang_dsv4.checkpoint.sizes import Conversion, Spread, Weights, draft_per_rank, target_per_stage
+from sglang_dsv4.decisions.decide import Decision, Inputs
+from sglang_dsv4.decisions.launch import Files
+from sglang_dsv4.decisions.moe_names import CUDA
+from sglang_dsv4.decisions.parallel import EP_SPANS_TP
+
+
+class RankWeights(NamedTuple):
+    """One rank of each pipeline stage for the target; one rank for the draft, None where none is loaded."""
+
+    target: list[Weights]
+    draft: Weights | None
+
+
+class WoA(NamedTuple):
+    """How attn.wo_a runs, "fp8" or "bf16", and who decided."""
+
+    runs: str
+    by: str
+
+
+def wo_a_of_launch(inputs: Inputs) -> WoA:
+    """Whether attn.wo_a stays FP8, as SGLang decides it.
+
+    Its FP8 product takes 128x128 blocks only (srt/models/deepseek_v4.py:280). On NVIDIA it needs DeepGEMM: on sm100 by
+    itself, on sm90 and sm120 only when the flag asks for it (srt/arg_groups/serving_hook.py:475, model_hook.py:482). On
+    ROCm only gfx950 has a kernel (model_hook.py:126).
+    """
+    flag = envs.FP8_WO_A.name
+    if inputs.wo_a != "fp8":
+        return WoA("bf16", "header")
+    if inputs.flags.wo_a is False:
+        return WoA("bf16", f"{flag}=0")
+    if inputs.sizes.block != (128, 128):
+        return WoA("bf16", "SGLang's default for this block")
+    asked = inputs.flags.wo_a is True
+    able = {"sm100": True, "gfx950": True, "cpu": True, "sm90": asked, "sm120": asked}.get(inputs.arch, False)
+    if inputs.arch in CUDA and not inputs.flags.jit_deepgemm:
+        able = False
+    if able and asked:
+        return WoA("fp8", f"{flag}=1")
+    return WoA("fp8" if able else "bf16", f"SGLang's default on {inputs.arch}")
+
+
+def rank_weights(files: Files, inputs: Inputs, decision: Decision) -> RankWeights:
+    """Parameters and bytes of weights per rank, of a launch that was not refused."""
+    spread = _spread(inputs)
+    bf16_wo_a = inputs.wo_a == "fp8" and wo_a_of_launch(inputs).runs == "bf16"
+    inspection = files.target
+    target = target_per_stage(
+        inspection.view,
+        inspection.checkpoint.config,
+        spread,
+        _conversion(inputs, decision.target is not None and decision.target.experts.converts, bf16_wo_a),
+    )
+    if decision.draft is None:
+        return RankWeights(target, None)
+    # SGLang's DSpark has no FP8 wo_a.
+    bf16_wo_a = bf16_wo_a or inputs.speculation.algorithm == "DSPARK"
+    inspection = files.draft or files.target
+    conversion = _conversion(inputs, decision.draft.experts.converts, bf16_wo_a)
+    return RankWeights(target, draft_per_rank(inspection.view, inspection.checkpoint.config, spread, conversion))
+
+
+def _spread(inputs: Inputs) -> Spread:
+    ranks = inputs.ranks.resolved()
+    whole_shared = inputs.flags.shared_tp1 or ranks.a2a in EP_SPANS_TP
+    return Spread(
+        tensor=ranks.tp,
+        attention=ranks.attn_tp,
+        embedding=ranks.tp if ranks.attn_dp == 1 else 1,
+        head=ranks.attn_tp if inputs.speculation.dp_lm_head else ranks.tp,
+        shared=1 if whole_shared else ranks.tp,
+        experts=ranks.ep,
+        width=ranks.moe_tp,
+        pipeline=ranks.pp,
+    )
+
+
+def _conversion(inputs: Inputs, converts: bool, bf16_wo_a: bool) -> Conversion:
+    edge = max(inputs.sizes.block) if inputs.sizes.block else 128
+    unit = inputs.ranks.tp * edge
+    width = -(-inputs.sizes.moe_intermediate // unit) * unit if inputs.padded and inputs.sizes.block else None
+    return Conversion(edge if converts else None, bf16_wo_a, width)
