@@ -1,6 +1,7 @@
 """What a test may ask for: the parameters of the reference, and the logits of every step, as files.
 
-``DSV4_CPU_DUMP_PARAMETERS=FILE.safetensors``: the transformers state dict, float32, after the load.
+``DSV4_CPU_DUMP_PARAMETERS=FILE.safetensors``: the transformers state dict, float32, after the load. A NextN draft's
+goes to ``FILE.draft.safetensors``.
 ``DSV4_CPU_DUMP_LOGITS=DIRECTORY``: one safetensors file for each request and step, with ``ids`` (int64, (S,), the whole
 sequence) and ``logits`` (float32, (N, vocabulary), of its last N tokens). Only the first rank writes.
 """
@@ -11,6 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from dsv4_cpu_platform.reference import DraftReference, TargetReference
+
 PARAMETERS_VARIABLE = "DSV4_CPU_DUMP_PARAMETERS"
 LOGITS_VARIABLE = "DSV4_CPU_DUMP_LOGITS"
 
@@ -19,11 +22,15 @@ def first_rank() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
-def dump_parameters(reference: torch.nn.Module) -> None:
+def dump_parameters(reference: TargetReference | DraftReference) -> None:
     """Write the state dict where the environment asks for it; the file appears whole."""
-    target = os.environ.get(PARAMETERS_VARIABLE)
-    if target and first_rank():
-        _save({name: tensor.contiguous() for name, tensor in reference.state_dict().items()}, Path(target))
+    asked = os.environ.get(PARAMETERS_VARIABLE)
+    if not asked or not first_rank():
+        return
+    target = Path(asked)
+    if isinstance(reference, DraftReference):
+        target = target.with_suffix(f".draft{target.suffix}")
+    _save({name: tensor.contiguous() for name, tensor in reference.state_dict().items()}, target)
 
 
 class LogitsDump:

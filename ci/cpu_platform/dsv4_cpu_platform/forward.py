@@ -6,70 +6,22 @@ prefixes, chunks and re-used slots need no further care. No key or value is ever
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.model_executor.forward_context import get_attn_backend
 
 from dsv4_cpu_platform.dump import LogitsDump, dump_parameters
 from dsv4_cpu_platform.gather import CpuPlatformError, whole_parameters
 from dsv4_cpu_platform.reference import DraftReference, TargetReference, build_reference
-
-UNWRITTEN = -1
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a model was given for some tokens: ids (T,) int64 and, for a draft, residual streams (T, width)."""
-
-    ids: torch.Tensor
-    streams: torch.Tensor | None = None
-
-    def __getitem__(self, index: Any) -> "Inputs":
-        return Inputs(self.ids[index], None if self.streams is None else self.streams[index])
-
-    def followed_by(self, other: "Inputs") -> "Inputs":
-        both = None
-        if self.streams is not None and other.streams is not None:
-            both = torch.cat((self.streams, other.streams))
-        return Inputs(torch.cat((self.ids, other.ids)), both)
-
-
-class SlotStore:
-    """The inputs of every slot of the KV pool; ``width``: of the streams, 0 for a target."""
-
-    def __init__(self, width: int) -> None:
-        self._held = Inputs(torch.empty(0, dtype=torch.int64), torch.empty(0, width) if width else None)
-
-    def write(self, slots: torch.Tensor, inputs: Inputs) -> None:
-        """Remember the inputs at ``slots``, (T,) int."""
-        short = int(slots.max()) + 1 - len(self._held.ids)
-        if short > 0:
-            streams = self._held.streams
-            more = Inputs(
-                self._held.ids.new_full((short,), UNWRITTEN),
-                None if streams is None else streams.new_zeros(short, streams.shape[1]),
-            )
-            self._held = self._held.followed_by(more)
-        self._held.ids[slots.long()] = inputs.ids
-        if self._held.streams is not None:
-            self._held.streams[slots.long()] = inputs.streams.float()
-
-    def read(self, slots: torch.Tensor) -> Inputs:
-        """The inputs at ``slots``. Raises CpuPlatformError for a slot that no forward pass wrote."""
-        if slots.numel() and int(slots.max()) >= len(self._held.ids):
-            raise CpuPlatformError(f"slot {int(slots.max())} of the KV pool was never written")
-        inputs = self._held[slots.long()]
-        if (inputs.ids == UNWRITTEN).any():
-            raise CpuPlatformError("a request's prefix holds slots of the KV pool that were never written")
-        return inputs
+from dsv4_cpu_platform.slots import Inputs, SlotStore
 
 
 class ReferenceForward:
     """Replaces ``forward`` of a loaded SGLang V4 model or NextN draft."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
         self._draft = hasattr(model.model, "decoder")
         self._width = model.config.hc_mult * model.config.hidden_size
@@ -81,8 +33,7 @@ class ReferenceForward:
         """The reference for the parameters as they are now. Collective over all ranks when it must be built."""
         if self._reference is None:
             self._reference = build_reference(self._model.config, whole_parameters(self._model), self._draft)
-            if not self._draft:
-                dump_parameters(self._reference.whole)
+            dump_parameters(self._reference)
         return self._reference
 
     def mark_stale(self) -> None:
@@ -90,17 +41,22 @@ class ReferenceForward:
         self._reference = None
 
     @torch.no_grad()
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, pp_proxy_tensors: Any = None
+    ) -> Any:
         """SGLang's signature. ``input_ids``, ``positions``: (T,), all requests of the batch one after the other.
 
         Every row of a sequence is computed, and one sequence at a time, so that a logit depends on its own text and
-        on nothing of the batch: chunks, neighbours and cached prefixes give the same bits.
+        on nothing of the batch: chunks, neighbours and cached prefixes give the same bits. Of pipeline stages the
+        last computes everything; what the others pass on is not read.
         """
         reference = self.current()
+        if not self._model.pp_group.is_last_rank:
+            return PPProxyTensors({"hidden_states": torch.zeros(len(input_ids), self._width)})
         logits = [torch.empty(0, self._model.config.vocab_size)]
         streams = [torch.empty(0, self._width)]
         for sequence, new in self._sequences(input_ids, positions, forward_batch):
-            all_logits, all_streams = reference(sequence.ids, sequence.streams)
+            all_logits, all_streams = reference.run(sequence.ids, sequence.streams)
             logits.append(all_logits[-new:])
             streams.append(all_streams[-new:])
             if not self._draft:
@@ -117,7 +73,8 @@ class ReferenceForward:
         """Each request's inputs from the beginning, and how many of the last are new in this step."""
         if not input_ids.numel():
             return
-        given = Inputs(input_ids.long(), batch.spec_info.hidden_states if self._draft else None)
+        streams = batch.spec_info.hidden_states.float() if self._draft else torch.empty(len(input_ids), 0)
+        given = Inputs(input_ids.long(), streams)
         self._store.write(batch.out_cache_loc, given)
         req_to_token = get_attn_backend().req_to_token_pool.req_to_token
         start = 0
@@ -142,7 +99,7 @@ def logits_as_given(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Te
     return hidden_states
 
 
-def attach(model: torch.nn.Module) -> None:
+def attach(model: Any) -> None:
     """Make ``model`` (loaded, any rank) serve through the reference. Raises at once when it cannot be built."""
     served = ReferenceForward(model)
     served.current()

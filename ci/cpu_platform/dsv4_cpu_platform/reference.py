@@ -73,29 +73,31 @@ def block_size(config: Any) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-class TargetReference(nn.Module):
-    """The whole model. Its state dict is that of ``DeepseekV4ForCausalLM``."""
+class TargetReference(DeepseekV4ForCausalLM):
+    """The whole model, called as SGLang's forward pass needs it."""
+
+    sections = staticmethod(target_sections)
 
     def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.whole = DeepseekV4ForCausalLM(config)
+        super().__init__(config)
         self._streams: list[torch.Tensor] = []
         # What a draft is given is the residual streams before the head collapses them.
-        self.whole.model.hc_head.register_forward_pre_hook(lambda _, inputs: self._streams.append(inputs[0]))
+        self.model.hc_head.register_forward_pre_hook(lambda _, inputs: self._streams.append(inputs[0]))
 
-    def forward(self, ids: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (S, vocabulary) and flattened residual streams (S, hc_mult * hidden) of one sequence of ids (S,)."""
+    def run(self, ids: torch.Tensor, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (S, vocabulary) and flattened residual streams (S, hc_mult * hidden) of one sequence of ids (S,).
+
+        ``streams``: what a draft is given; nothing here, (S, 0).
+        """
         self._streams.clear()
-        logits = self.whole(input_ids=ids[None], use_cache=False).logits[0]
+        logits = self(input_ids=ids[None], use_cache=False).logits[0]
         return logits, self._streams[0][0].flatten(1)
-
-    def fill(self, parameters: dict[str, torch.Tensor], block: tuple[int, int]) -> None:
-        state = reference_state(parameters, target_sections(self.whole.config), self.whole.config, block)
-        self.whole.load_state_dict(state, strict=True)
 
 
 class DraftReference(nn.Module):
     """A NextN draft: the next token's embedding joined to the target's residual streams, one layer, a head."""
+
+    sections = staticmethod(draft_sections)
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -111,9 +113,9 @@ class DraftReference(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = modeling.DeepseekV4RotaryEmbedding(config)
 
-    def forward(self, ids: torch.Tensor, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, ids: torch.Tensor, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As the target's, with the streams (S, hc_mult * hidden) that the target or the last draft step gave."""
-        given = streams.float().view(1, len(ids), self.config.hc_mult, self.config.hidden_size)
+        given = streams.view(1, len(ids), self.config.hc_mult, self.config.hidden_size)
         embedded = self.embed_tokens(ids[None])
         hidden = self.e_proj(self.enorm(embedded)).unsqueeze(2) + self.h_proj(self.hnorm(given))
         positions = torch.arange(len(ids))[None]
@@ -127,9 +129,6 @@ class DraftReference(nn.Module):
         )
         return self.lm_head(self.norm(self.hc_head(hidden)))[0], hidden[0].flatten(1)
 
-    def fill(self, parameters: dict[str, torch.Tensor], block: tuple[int, int]) -> None:
-        self.load_state_dict(reference_state(parameters, draft_sections(self.config), self.config, block), strict=True)
-
 
 def build_reference(config: Any, parameters: dict[str, torch.Tensor], draft: bool) -> TargetReference | DraftReference:
     """The reference of SGLang's model or NextN draft in float32, ready to run.
@@ -142,5 +141,6 @@ def build_reference(config: Any, parameters: dict[str, torch.Tensor], draft: boo
         described.layer_types, described.mlp_layer_types = ["sliding_attention"], ["moe"]
         described.num_hidden_layers = 1
     reference = (DraftReference if draft else TargetReference)(described).float().eval()
-    reference.fill(parameters, block_size(config))
+    state = reference_state(parameters, reference.sections(described), described, block_size(config))
+    reference.load_state_dict(state, strict=True)
     return reference.requires_grad_(False)
