@@ -93,7 +93,7 @@ def stored(view: NativeView, config: ModelConfigFacts, *, draft: bool = False) -
 def target_per_stage(
     view: NativeView, config: ModelConfigFacts, spread: Spread, conversion: Conversion
 ) -> list[Weights]:
-    """What one rank of each pipeline stage holds of the target. Layers are dealt out evenly, the last stages get more."""
+    """What one rank of each pipeline stage holds of the target; layers are dealt evenly, the last stages get more."""
     measure = _Measure(config, spread, conversion)
     base, more = divmod(config["NL"], spread.pipeline)
     owners = [stage for stage in range(spread.pipeline) for _ in range(base + (stage >= spread.pipeline - more))]

@@ -18,6 +18,7 @@ class NativeView:
     """Tensors grouped by native place template, then by indices.
 
     Attributes:
+        tensors: all of them.
         dialect: how the file spells names.
         modules: place template (`layers.*.attn.wq_a`) -> indices ((3,)) -> the module's tensors.
         unknown: tensors that the dialect does not know.
@@ -25,8 +26,9 @@ class NativeView:
     """
 
     def __init__(self, tensors: Iterable[TensorInfo], dialect: Dialect | None = None):
+        self.tensors = tuple(tensors)
         by_template: dict[str, list[tuple[Indices, TensorInfo]]] = {}
-        for info in tensors:
+        for info in self.tensors:
             template, indices = split_indices(info.name)
             by_template.setdefault(template, []).append((tuple(map(int, indices)), info))
         self.dialect = dialect or detect_dialect(by_template)

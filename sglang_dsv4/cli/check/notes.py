@@ -1,0 +1,69 @@
+"""What a person should know of a launch although nothing is wrong with it, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from sglang_dsv4 import envs
+from sglang_dsv4.checkpoint.expected import Completeness
+from sglang_dsv4.checkpoint.preflight import Inspection
+from sglang_dsv4.decisions.decide import Decision
+from sglang_dsv4.decisions.launch import Files
+from sglang_dsv4.errors import FlagError
+
+_CLAIMS_OF_EXPERTS = ("expert_dtype", "quantization_config.routed_experts_quant_method")
+_MOST = 5
+
+
+def decision_notes(decision: Decision, files: Files) -> Iterator[str]:
+    """The decision's own, and where config.json and the tensors disagree."""
+    yield from decision.notes
+    told = any(note.startswith("config.json says") for note in decision.notes)
+    for inspection in (files.target, files.draft):
+        for claim in inspection.claims if inspection is not None else ():
+            if not (told and claim.key in _CLAIMS_OF_EXPERTS):
+                seen = f" ({claim.evidence})" if claim.evidence else ""
+                yield f"config.json says {claim.key}: {claim.claimed}; the tensors say {claim.found}{seen}"
+
+
+def file_notes(files: Files, loads_bundled: bool) -> Iterator[str]:
+    """Unusual spellings, absent optional tensors, files that are not read, and differences that nobody minds.
+
+    loads_bundled: whether the launch loads the draft of the target's checkpoint.
+    """
+    for inspection in (files.target, files.draft):
+        if inspection is not None:
+            yield from _of_checkpoint(inspection)
+    bundled = _differences(files.target.draft)
+    if not loads_bundled:
+        yield from _some(f"the bundled draft, not asked for, could not be loaded: {line}" for line in bundled)
+    if not _strict():
+        loaded = _differences(files.target.target) + (bundled if loads_bundled else [])
+        loaded += _differences(files.draft.draft) if files.draft is not None else []
+        yield from (f"{envs.STRICT.name}=0 lets this pass: {line}" for line in loaded)
+
+
+def _of_checkpoint(inspection: Inspection) -> Iterator[str]:
+    checkpoint, raw = inspection.checkpoint, inspection.checkpoint.config.raw
+    if "layer_types" in raw and "compress_ratios" not in raw:
+        yield "config.json is in the spelling of newer transformers: layer_types are read as compress_ratios"
+    yield from _some(f"{name} is read as {native}" for name, native in inspection.view.respelled)
+    yield from (f"absent, which is allowed: {line}" for line in inspection.target.absent)
+    yield from (f"{name} is not read: the index does not name it" for name in checkpoint.ignored)
+
+
+def _differences(half: Completeness) -> list[str]:
+    groups = (("missing", half.missing), ("unexpected", half.unexpected), ("wrong", half.wrong))
+    return [f"{word}: {line}" for word, lines in groups for line in lines]
+
+
+def _some(lines: Iterable[str]) -> list[str]:
+    every = list(lines)
+    return every if len(every) <= _MOST else [*every[:_MOST], f"... and {len(every) - _MOST} more like these"]
+
+
+def _strict() -> bool:
+    try:
+        return envs.STRICT.get()
+    except FlagError:  # refused already
+        return True

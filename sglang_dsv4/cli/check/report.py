@@ -1,0 +1,149 @@
+"""What `check` finds, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sglang_dsv4.checkpoint.layout import DraftKind
+from sglang_dsv4.checkpoint.preflight import DRAFT, Inspection
+from sglang_dsv4.checkpoint.sizes import Weights, stored
+from sglang_dsv4.cli.check.notes import decision_notes, file_notes
+from sglang_dsv4.decisions.decide import Decision, Flags, Inputs, decide
+from sglang_dsv4.decisions.gather import speculation_of
+from sglang_dsv4.decisions.launch import Files, launch_inputs, survey_launch
+from sglang_dsv4.decisions.suggest import launch_line, nearest
+from sglang_dsv4.decisions.weights import RankWeights, rank_weights, wo_a_of_launch
+from sglang_dsv4.errors import Dsv4Error, FlagError
+
+
+class Device(NamedTuple):
+    """The device that the launch is judged for, and who named it."""
+
+    arch: str
+    by: str
+
+
+class Decided(NamedTuple):
+    """One decision: about what, which, and who decided it (header, config, a flag, a default)."""
+
+    what: str
+    value: str
+    by: str
+
+
+class Refused(NamedTuple):
+    """One reason why the launch cannot work; `code` is its stable short name, the error is what the server raises."""
+
+    code: str
+    error: Dsv4Error
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything about one launch. What the faults left unknown is None or empty.
+
+    stored: "target" and "draft" as they lie in the files. environment: flags that the server writes for its child
+    processes. launch: the line that launches what was asked for, or when that is refused the nearest one that works.
+    """
+
+    path: str
+    device: Device
+    files: Files | None
+    stored: Mapping[str, Weights] = field(default_factory=dict)
+    inputs: Inputs | None = None
+    ranks: RankWeights | None = None
+    decided: tuple[Decided, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    launch: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was refused."""
+        return not self.refused
+
+    @property
+    def drafted(self) -> Inspection | None:
+        """The checkpoint that the draft comes from; None when there is no draft."""
+        if self.files is None:
+            return None
+        inspection = self.files.draft or self.files.target
+        return None if inspection.layout.draft_kind is DraftKind.NONE else inspection
+
+    def shards(self) -> dict[str, int]:
+        """How many shards the target's checkpoint has, and how many of them target and bundled draft need."""
+        if self.files is None:
+            return {}
+        checkpoint = self.files.target.checkpoint
+        draft = len(checkpoint.shards_for(DRAFT)) if self.files.target.layout.stages else 0
+        target = len(checkpoint.shards_for(lambda name: not name.startswith(DRAFT)))
+        return {"all": len(checkpoint.shards), "target": target, "draft": draft}
+
+
+def check(arguments: Any, device: Device) -> Report:
+    """Inspect the files and decide the launch. `arguments` as for `survey_launch`."""
+    files, faults = survey_launch(arguments)
+    refused = [Refused(type(fault).__name__, fault) for fault in faults]
+    if files is None:
+        return Report(arguments.model_path, device, None, refused=tuple(refused))
+    speculation = speculation_of(arguments)
+    loads_bundled = speculation.algorithm is not None and files.draft is None
+    found = Report(
+        arguments.model_path,
+        device,
+        files,
+        stored=_stored(files),
+        notes=tuple(file_notes(files, loads_bundled)),
+        refused=tuple(refused),
+    )
+    if any(isinstance(fault, FlagError) for fault in faults):  # flags that cannot be read decide nothing
+        return found
+    return _decide(found, files, launch_inputs(arguments, files, arch=device.arch, flags=Flags.read()))
+
+
+def _decide(found: Report, files: Files, inputs: Inputs) -> Report:
+    decision = decide(inputs)
+    refused = (*found.refused, *(Refused(refusal.code, refusal.error()) for refusal in decision.refusals))
+    works = inputs if decision.ok else nearest(inputs)
+    return Report(
+        found.path,
+        found.device,
+        files,
+        found.stored,
+        inputs,
+        ranks=rank_weights(files, inputs, decision) if decision.ok else None,
+        decided=tuple(_decided(inputs, decision)),
+        environment=decision.environment,
+        notes=(*decision_notes(decision, files), *found.notes),
+        refused=refused,
+        launch=None if works is None or found.refused else launch_line(works, found.path),
+    )
+
+
+def _stored(files: Files) -> dict[str, Weights]:
+    target, draft = files.target, files.draft or files.target
+    return {
+        "target": stored(target.view, target.checkpoint.config),
+        "draft": stored(draft.view, draft.checkpoint.config, draft=True),
+    }
+
+
+def _decided(inputs: Inputs, decision: Decision) -> Iterator[Decided]:
+    for role, model in (("target", decision.target), ("draft", decision.draft)):
+        if model is None:
+            continue
+        experts = model.experts
+        becomes = f" -> {experts.runs} in the stream" if experts.converts else ""
+        yield Decided(f"{role} experts", f"{experts.stored}{becomes}", experts.by)
+        if model.runner is not None:
+            changed = model.runner if model.runner == model.asked else f"{model.asked} -> {model.runner}"
+            yield Decided(f"{role} MoE runner", changed, model.why)
+    if inputs.wo_a is not None:
+        wo_a = wo_a_of_launch(inputs)
+        becomes = " -> bf16 in the stream" if (inputs.wo_a, wo_a.runs) == ("fp8", "bf16") else ""
+        yield Decided("attn.wo_a", f"{inputs.wo_a}{becomes}", wo_a.by)
+    if inputs.sizes.block is not None:
+        yield Decided("FP8 block", "x".join(map(str, inputs.sizes.block)), "config.json")
