@@ -286,11 +286,14 @@ def test_a_folder_with_weights_is_left_alone(native):
     [
         Options(shards=0),
         Options(shards=1000),
+        Options(layers=0),
+        Options(layers=5),
+        Options(experts=0),
         Options(source=Path("x"), shape="flash"),
         Options(source=Path("x"), layers=2),
     ],
 )
-def test_options_that_exclude_each_other_are_refused(options, tmp_path):
+def test_options_that_cannot_be_are_refused(options, tmp_path):
     with pytest.raises(FlagError):
         make_tiny(tmp_path / "out", options)
     assert list(tmp_path.glob("out/*.safetensors")) == []

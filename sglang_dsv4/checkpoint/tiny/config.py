@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from sglang_dsv4.errors import FlagError
+
 Draft = Literal["none", "mtp", "dspark"]
 Config = dict[str, Any]
 
@@ -108,10 +110,15 @@ SHAPES: dict[str, tuple[Config, tuple[int, ...]]] = {"tiny": (TINY, TINY_RATIOS)
 def native_config(shape: str, draft: Draft, layers: int | None = None, experts: int | None = None) -> Config:
     """config.json of the native FP4 + FP8 layout.
 
-    `shape` is a key of `SHAPES`; `layers` and `experts` cut its depth and its number of routed experts.
+    `shape` is a key of `SHAPES`; `layers` and `experts` set its depth and its number of routed experts. Raises
+    `FlagError` for more layers than the shape has, or for none.
     """
     sizes, ratios = SHAPES[shape]
     layers = len(ratios) if layers is None else layers
+    if not 1 <= layers <= len(ratios):
+        raise FlagError(f"--layers {layers}", expected=f"1 to {len(ratios)} with --shape {shape}")
+    if experts is not None and experts < 1:
+        raise FlagError(f"--num-experts {experts}", expected="at least 1")
     config = {**COMMON, **sizes, "num_hidden_layers": layers, "compress_ratios": list(ratios[:layers])}
     config["num_hash_layers"] = min(sizes["num_hash_layers"], layers)
     if experts is not None:

@@ -84,8 +84,8 @@ def _scales(rng: np.random.Generator, shape: tuple[int, ...], fan_in: int, rms: 
 
 def _fp4(rng: np.random.Generator, slot: Slot) -> Fp4:
     rows, columns = slot.shape
-    scale = _scales(rng, (rows, columns // FP4_GROUP), columns, rms=2.9)
-    # a shift of each whole block besides, or all would have the same largest scale and so the same scale in FP8
+    scale = _scales(rng, (rows, columns // FP4_GROUP), columns, rms=2.9 / 2)
+    # each whole block is shifted down besides, or all would have the same largest scale and so the same scale in FP8
     shift = rng.integers(0, 3, _blocks(slot.shape), np.uint8)
     return Fp4(_raw(rng, (rows, columns // 2)), scale - spread(shift, scale.shape, FP8_BLOCK // FP4_GROUP))
 
