@@ -25,6 +25,12 @@ logger = logging.getLogger(__name__)
 ENGAGED = "SGLANG_DSV4_PLUGIN_ENGAGED"
 """Environment marker, set by the parent that was asked for us, read by its children."""
 
+OLDER_GATES = (
+    "sglang.srt.server_args.prepare_server_args",
+    "sglang.srt.server_args.ServerArgs.__post_init__",
+)
+"""Where a release without resolution steps (0.5.19 and older) is refused: on the command line, and in Engine(...)."""
+
 CLASSES = {
     "DeepseekV4ForCausalLM": "sglang_dsv4.models.deepseek_v4",
     "DeepseekV4ForCausalLMNextN": "sglang_dsv4.models.deepseek_v4_nextn",
@@ -54,12 +60,14 @@ def asked(server_args: Any) -> bool:
 
 
 def on_first_step(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """First resolution step, raw arguments: engage, then look at flags and files before SGLang does."""
+    """First resolution step, raw arguments: look at release, flags and files before SGLang does, then engage."""
     if asked(server_args):
-        engage()
+        show_our_errors_plainly()
+        compat.require_supported()
         from sglang_dsv4.decisions.resolution import check_flags_and_files
 
         check_flags_and_files(server_args)
+        engage()
     previous(server_args)
 
 
@@ -83,7 +91,6 @@ def on_last_step(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 def engage() -> None:
     """Install and prove the hooks in a process that was asked for us, and mark the environment for its children."""
-    _install_excepthook()
     version = compat.require_supported()
     hooked = compat.install()
     os.environ[ENGAGED] = __version__
@@ -119,16 +126,18 @@ def choose_class(result: tuple[type, str], model_config: Any) -> tuple[type, str
 def _refuse_when_asked() -> None:
     registry = compat.resolve(compat.HOOK_REGISTRY)
     kinds = compat.resolve("sglang.srt.plugins.hook_registry.HookType")
-    registry.register("sglang.srt.server_args.ServerArgs.__post_init__", _require_supported_when_asked, kinds.AFTER)
+    for target in OLDER_GATES:
+        registry.register(target, _require_supported_when_asked, kinds.AFTER)
 
 
-def _require_supported_when_asked(_result: Any, server_args: Any) -> None:
-    if asked(server_args):
-        _install_excepthook()
+def _require_supported_when_asked(result: Any, *arguments: Any) -> None:
+    """AFTER one of OLDER_GATES: the ServerArgs are the result, or what the initialiser was called on."""
+    if asked(arguments[0] if result is None else result):
+        show_our_errors_plainly()
         compat.require_supported()
 
 
-def _install_excepthook() -> None:
+def show_our_errors_plainly() -> None:
     """End the process with our message instead of a traceback, when one of our errors is what ends it."""
     if getattr(sys.excepthook, "_sglang_dsv4", False):
         return
