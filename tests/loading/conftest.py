@@ -1,40 +1,15 @@
-"""Checkpoints that tests read, and processes that load them: each imports SGLang once."""
+"""Checkpoints that tests read, and the processes that load them."""
 
-import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import buckets
 import jobs
 import pytest
+from processes import Process, process
 
 from sglang_dsv4.checkpoint.tiny.make import Options, make_tiny
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process in which SGLang is imported; functions of `jobs` and of test modules run there."""
-
-    pool: ProcessPoolExecutor
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The function's result; what it raises is raised here."""
-        return self.pool.submit(function, *arguments).result()
-
-    def load(self, model: Path | str, **how: Any) -> jobs.Loaded:
-        return self.run(jobs.load, jobs.Load(str(model), **how))
-
-
-@contextmanager
-def process(*, wo_a_fp8: str = "0", extra_path: str = "") -> Iterator[Process]:
-    """wo_a_fp8: the value of SGLANG_OPT_FP8_WO_A_GEMM, which SGLang freezes at import. extra_path: first in sys.path."""
-    context = multiprocessing.get_context("spawn")
-    initial = ("dsv4_cpu", wo_a_fp8, extra_path)
-    with ProcessPoolExecutor(1, mp_context=context, initializer=jobs.start, initargs=initial) as pool:
-        yield Process(pool)
 
 
 @pytest.fixture(scope="session")
@@ -79,3 +54,10 @@ def plain(loader: Process) -> Callable[..., jobs.Loaded]:
         return known[key]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[buckets.Bucket]:
+    """An S3 bucket on this machine."""
+    with buckets.serving() as running:
+        yield running

@@ -1,7 +1,7 @@
-"""A streamer that keeps none of its promises beyond the least: each tensor is a view of one buffer, valid for one step.
+"""A streamer that keeps its promise to the letter: each tensor is a view of one buffer and valid for one step.
 
-It stands in for `runai_model_streamer.SafetensorsStreamer` of 0.16 and older. Those reuse a buffer now and then; this one
-overwrites it before every step, so whoever keeps a tensor without copying it loads something else.
+It stands in for `runai_model_streamer.SafetensorsStreamer` of 0.16 and older. Those reuse a buffer now and then; this
+one overwrites it before every step, so whoever keeps a tensor without copying it loads something else.
 """
 
 import random

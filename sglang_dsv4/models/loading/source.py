@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +21,7 @@ from sglang_dsv4.checkpoint.headers import TensorInfo
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import detect_layout
 from sglang_dsv4.checkpoint.view import NativeView
-from sglang_dsv4.errors import PREFIX
+from sglang_dsv4.errors import PREFIX, StorageError
 from sglang_dsv4.models.loading.report import LoadReport
 
 if TYPE_CHECKING:
@@ -151,6 +152,20 @@ def _model_options() -> Any:
     return get_model()
 
 
+@contextmanager
+def _named(place: str | Path) -> Iterator[None]:
+    """StorageError that says where, for whatever a reader raises: safetensors and the streamer name no file."""
+    try:
+        yield
+    except Exception as error:
+        raise StorageError(
+            f"{place}: reading it failed",
+            found=f"{type(error).__name__}: {error}",
+            expected="what the headers had promised",
+            remedy="Nothing of this load is kept; see that the files are whole and the storage answers, and try again.",
+        ) from error
+
+
 class LocalReader:
     """Reads local shards through safetensors.
 
@@ -177,7 +192,8 @@ class LocalReader:
             if self._read_ahead:
                 for near in shards[number : number + 2]:
                     self._advise(near, os.POSIX_FADV_WILLNEED)
-            with safe_open(self._folder / shard, framework="pt", device="cpu", **backend) as file:
+            path = self._folder / shard
+            with _named(path), safe_open(path, framework="pt", device="cpu", **backend) as file:
                 for name in wanted[shard]:
                     yield name, file.get_tensor(name)
             if self._drop_cache:
@@ -206,7 +222,7 @@ class StreamerReader:
 
         names = {name for kept in wanted.values() for name in kept}
         selects = "tensor_names" in inspect.signature(SafetensorsStreamer.stream_files).parameters
-        with SafetensorsStreamer() as streamer:
+        with _named(self._folder), SafetensorsStreamer() as streamer:
             streamer.stream_files(
                 [f"{self._folder}/{shard}" for shard in wanted],
                 device=self._device(),
