@@ -274,6 +274,15 @@ def test_a_source_that_is_not_native_is_refused_by_name(tmp_path):
         make_tiny(tmp_path / "out", Options(source=tmp_path / "fp8"))
 
 
+def test_a_source_that_lacks_a_tensor_of_its_draft_is_refused(native, tmp_path):
+    """Never filled up from the seed: the draft would be half the source's."""
+    make_tiny(tmp_path / "source", Options(source=native, draft="none"))
+    config = tmp_path / "source" / "config.json"
+    config.write_text((native / "config.json").read_text())
+    with pytest.raises(LayoutError, match=r"mtp\.0\.attn\.wq_a\.weight"):
+        make_tiny(tmp_path / "out", Options(source=tmp_path / "source"))
+
+
 def test_a_folder_with_weights_is_left_alone(native):
     before = {path: path.stat().st_mtime_ns for path in native.iterdir()}
     with pytest.raises(RefusedError, match="holds weights already"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.index import CONFIG_FILE, INDEX_FILE
-from sglang_dsv4.checkpoint.tiny.config import Config, Draft, draft_of, native_config, with_draft
+from sglang_dsv4.checkpoint.tiny.config import Config, Draft, draft_of, native_config
 from sglang_dsv4.checkpoint.tiny.grammar import Slot, slots
 from sglang_dsv4.checkpoint.tiny.layouts import Layout, Storage, choose
 from sglang_dsv4.checkpoint.tiny.quantize import Numbers
@@ -135,9 +135,8 @@ def _numbers(options: Options) -> tuple[Callable[[Slot], Numbers], Config]:
         return Drawn(options.seed, config["n_routed_experts"]), config
     if options.shape != "tiny" or options.layers or options.experts:
         raise FlagError("--from and a shape of its own", expected="one of --from and --shape, --layers, --num-experts")
-    source = Native(options.source, options.seed)
-    config = source.config()
-    return source, config if options.draft is None else with_draft(config, options.draft)
+    source = Native(options.source, options.seed, options.draft)
+    return source, source.config
 
 
 def _write_companions(folder: Path, source: Path | None) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from sglang_dsv4.checkpoint.index import Checkpoint
-from sglang_dsv4.checkpoint.tiny.config import Config
-from sglang_dsv4.checkpoint.tiny.grammar import Slot
+from sglang_dsv4.checkpoint.tiny.config import Config, Draft, draft_of, with_draft
+from sglang_dsv4.checkpoint.tiny.grammar import FAMILY, Slot
 from sglang_dsv4.checkpoint.tiny.layouts import NATIVE
 from sglang_dsv4.checkpoint.tiny.quantize import (
     FP4_GROUP,
@@ -117,21 +117,25 @@ def _experts_of_tokens(rng: np.random.Generator, shape: tuple[int, ...], experts
 
 
 class Native:
-    """Numbers of an existing native FP4 + FP8 checkpoint; what it lacks of a draft is drawn from the seed."""
+    """Numbers of an existing native FP4 + FP8 checkpoint; a draft of a kind that it has not is drawn from the seed.
 
-    def __init__(self, folder: Path, seed: int):
+    `draft` None keeps the checkpoint's own. Raises `LayoutError` for another family, and what `Checkpoint.open` raises.
+    """
+
+    def __init__(self, folder: Path, seed: int, draft: Draft | None = None):
         self.checkpoint = Checkpoint.open(folder)
-        self.drawn = Drawn(seed, self.checkpoint.config["E"])
-
-    def config(self) -> Config:
-        """A copy of its config.json."""
-        return dict(self.checkpoint.config.raw)
+        facts = self.checkpoint.config
+        if facts.family != FAMILY:
+            raise LayoutError(f"{folder}: not a DeepSeek-V4", found=facts.architecture, remedy="Name a V4 checkpoint.")
+        own = draft_of(facts.raw)
+        self.config: Config = dict(facts.raw) if draft in (None, own) else with_draft(dict(facts.raw), draft)
+        self._other_draft = draft not in (None, own)
+        self._drawn = Drawn(seed, facts["E"])
 
     def __call__(self, slot: Slot) -> Numbers:
         """The numbers of one tensor. Raises `LayoutError` unless the checkpoint stores it as the native layout does."""
-        draft = slot.name.startswith("mtp.")
-        if draft and slot.name not in self.checkpoint.tensors:
-            return self.drawn(slot)
+        if self._other_draft and slot.name.startswith("mtp."):
+            return self._drawn(slot)
         arrays = [self._read(tensor) for tensor in stored(slot.name, slot.shape, NATIVE[slot.role])]
         if len(arrays) == 1:
             return Plain(arrays[0])
