@@ -80,7 +80,7 @@ def survey(
 
 
 def _inspect(checkpoint: Checkpoint, tensors: Iterable[TensorInfo]) -> tuple[Inspection, list[Dsv4Error]]:
-    view, config = NativeView(tensors, checkpoint.dialect), checkpoint.config
+    view, config = NativeView(tensors), checkpoint.config
     layout, faults = survey_layout(view, config)
     found = compare(view, config, layout)
     untold = bool(view.stages()) and not layout.stages

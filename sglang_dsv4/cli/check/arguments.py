@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     launch.add_argument("--speculative-moe-a2a-backend", choices=A2A, metavar="A")
     launch.add_argument("--speculative-num-steps", type=int, metavar="N", help="default for EAGLE: 1")
     launch.add_argument("--speculative-eagle-topk", type=int, metavar="N", help="default for EAGLE: 1")
+    launch.add_argument(
+        "--speculative-num-draft-tokens", type=int, metavar="N", help="taken, so that a line can be pasted"
+    )
 
 
 def as_server_arguments(args: argparse.Namespace) -> argparse.Namespace:

@@ -74,13 +74,15 @@ class Report:
         return None if inspection.layout.draft_kind is DraftKind.NONE else inspection
 
     def shards(self) -> dict[str, int]:
-        """How many shards the target's checkpoint has, and how many of them target and bundled draft need."""
+        """How many shards the target's checkpoint has, and how many of them hold the target and the bundled draft."""
         if self.files is None:
             return {}
-        checkpoint = self.files.target.checkpoint
-        draft = len(checkpoint.shards_for(DRAFT)) if self.files.target.layout.stages else 0
-        target = len(checkpoint.shards_for(lambda name: not name.startswith(DRAFT)))
-        return {"all": len(checkpoint.shards), "target": target, "draft": draft}
+        inspection = self.files.target
+        holds = {
+            draft: {info.shard for info in inspection.view.tensors if info.name.startswith(DRAFT) == draft}
+            for draft in (False, True)
+        }
+        return {"all": len(inspection.checkpoint.shards), "target": len(holds[False]), "draft": len(holds[True])}
 
 
 def check(arguments: Any, device: Device) -> Report:
