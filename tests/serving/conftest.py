@@ -11,7 +11,6 @@ import torch
 from tokenizers import Tokenizer
 
 RECITING = Path(__file__).parent.parent / "data" / "reciting"
-CHUNK = 256  # the page size of V4's KV pool: a chunk is a multiple of it, and a cached prefix too
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def dumped(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with servers.serving(
         checkpoint,
         "--chunked-prefill-size",
-        str(CHUNK),
+        str(servers.CHUNK),
         "--enable-deterministic-inference",
         log=folder / "log",
         env={"DSV4_CPU_DUMP_PARAMETERS": str(parameters), "DSV4_CPU_DUMP_LOGITS": str(logits)},

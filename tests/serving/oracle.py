@@ -6,6 +6,8 @@ Microscaling Formats 1.0, two codes a byte, the low nibble first; E4M3 has bias 
 """
 
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -64,29 +66,38 @@ ROOT = {
 }
 
 
-def read_file(path: Path) -> dict[str, tuple[str, list[int], np.ndarray]]:
-    """name -> (safetensors dtype, shape, bytes)."""
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint: its safetensors dtype and shape, its bytes, and where they stand."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+    path: Path
+    offset: int
+
+
+def read_file(path: Path) -> dict[str, Stored]:
+    """Every tensor of one file by its name."""
     raw = np.fromfile(path, np.uint8)
-    length = int(raw[:8].view("<u8")[0])
-    header = json.loads(raw[8 : 8 + length].tobytes())
+    start = 8 + int(raw[:8].view("<u8")[0])
+    header = json.loads(raw[8:start].tobytes())
     header.pop("__metadata__", None)
-    data = raw[8 + length :]
-    return {
-        name: (entry["dtype"], entry["shape"], data[slice(*entry["data_offsets"])]) for name, entry in header.items()
-    }
-
-
-def read_checkpoint(folder: Path) -> dict[str, tuple[str, list[int], np.ndarray]]:
-    """Every tensor of every shard in the folder."""
     tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.update(read_file(path))
+    for name, entry in header.items():
+        first, last = (start + offset for offset in entry["data_offsets"])
+        tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), raw[first:last], path, first)
     return tensors
 
 
-def values(tensors: dict, name: str) -> np.ndarray:
+def read_checkpoint(folder: Path) -> dict[str, Stored]:
+    """Every tensor of every shard in the folder."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in read_file(path).items()}
+
+
+def values(tensors: dict[str, Stored], name: str) -> np.ndarray:
     """The tensor's numbers in float32 (int64 for a table of indices), times its block scales where it has any."""
-    dtype, shape, data = tensors[name]
+    dtype, shape, data = tensors[name].dtype, tensors[name].shape, tensors[name].data
     if dtype == "I8":
         codes = np.stack([data & 15, data >> 4], -1).reshape(shape[0], -1)
         return E2M1[codes] * _spread(tensors, name, 1, 32)
@@ -98,31 +109,65 @@ def values(tensors: dict, name: str) -> np.ndarray:
     return data.view(NUMBERS[dtype]).reshape(shape)
 
 
-def _spread(tensors: dict, name: str, rows: int, columns: int) -> np.ndarray:
-    dtype, shape, data = tensors[name.removesuffix("weight") + "scale"]
-    scale = (E8M0[data] if dtype == "F8_E8M0" else data.view(np.float32)).reshape(shape)
+def _spread(tensors: dict[str, Stored], name: str, rows: int, columns: int) -> np.ndarray:
+    stored = tensors[name.removesuffix("weight") + "scale"]
+    scale = (E8M0[stored.data] if stored.dtype == "F8_E8M0" else stored.data.view(np.float32)).reshape(stored.shape)
     return scale.repeat(rows, 0).repeat(columns, 1)
+
+
+EXPERT_LEAVES = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
+
+DRAFT_ONLY = re.compile("(e_proj|h_proj|enorm|hnorm|norm|hc_head_)")
+
+
+def target(name: str) -> str | None:
+    """Where a native weight, scale or table ends up in transformers' state dict; None for a draft's tensor."""
+    if name in ROOT:
+        return ROOT[name]
+    prefix, layer, rest = name.split(".", 2)
+    if prefix != "layers":
+        return None
+    if rest.startswith("ffn.experts."):
+        return f"model.layers.{layer}.mlp.experts.{EXPERT_LEAVES[rest.split('.')[3]]}"
+    return f"model.layers.{layer}.{LAYER[re.sub('scale$', 'weight', rest) if rest.endswith('.scale') else rest]}"
 
 
 def state(folder: Path) -> dict[str, np.ndarray]:
     """The transformers state dict of a native checkpoint; draft tensors (``mtp.``) have no place in it."""
-    tensors = read_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    names = {native: target for native, target in ROOT.items() if native in tensors}
-    for layer in range(config["num_hidden_layers"]):
-        names |= {
-            f"layers.{layer}.{native}": f"model.layers.{layer}.{target}"
-            for native, target in LAYER.items()
-            if f"layers.{layer}.{native}" in tensors
-        }
-    result = {target: values(tensors, native) for native, target in names.items()}
-    for layer in range(config["num_hidden_layers"]):
-        experts = [f"layers.{layer}.ffn.experts.{expert}" for expert in range(config["n_routed_experts"])]
-        of = {leaf: [values(tensors, f"{expert}.{leaf}.weight") for expert in experts] for leaf in ("w1", "w2", "w3")}
-        gate_up = [np.concatenate(pair) for pair in zip(of["w1"], of["w3"], strict=True)]
-        result[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.stack(gate_up)
-        result[f"model.layers.{layer}.mlp.experts.down_proj"] = np.stack(of["w2"])
+    return _collect(read_checkpoint(folder))
+
+
+def _collect(tensors: dict[str, Stored]) -> dict[str, np.ndarray]:
+    result: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, dict[str, np.ndarray]]] = {}
+    for name in tensors:
+        place = target(name)
+        if place is None or name.endswith(".scale"):
+            continue
+        if ".experts." in name:
+            _, _, _, _, expert, leaf, _ = name.split(".")
+            experts.setdefault(place, {}).setdefault(int(expert), {})[leaf] = values(tensors, name)
+        else:
+            result[place] = values(tensors, name)
+    for place, held in experts.items():
+        order = [leaf for leaf, stack in EXPERT_LEAVES.items() if place.endswith(stack)]
+        result[place] = np.stack([np.concatenate([held[e][leaf] for leaf in order]) for e in range(len(held))])
     return result
+
+
+def draft_state(folder: Path) -> dict[str, np.ndarray]:
+    """The NextN draft of a native checkpoint: its layer as ``decoder``, beside it what only a draft has.
+
+    The embedding and the head are the target's.
+    """
+    tensors = read_checkpoint(folder)
+    mine = {name.removeprefix("mtp.0."): tensor for name, tensor in tensors.items() if name.startswith("mtp.0.")}
+    layer = {f"layers.0.{name}": tensor for name, tensor in mine.items() if not DRAFT_ONLY.match(name)}
+    decoder = {place.replace("model.layers.0", "decoder"): array for place, array in _collect(layer).items()}
+    own = {name: values(mine, name) for name in mine if DRAFT_ONLY.match(name) and not name.endswith(".scale")}
+    heads = {f"hc_head.hc_{leaf}": own.pop(f"hc_head_{leaf}") for leaf in ("fn", "base", "scale")}
+    shared = {"embed_tokens.weight": values(tensors, "embed.weight"), "lm_head.weight": values(tensors, "head.weight")}
+    return decoder | own | heads | shared
 
 
 def model(folder: Path) -> torch.nn.Module:

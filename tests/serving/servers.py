@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 OURS, UPSTREAM = "sglang_dsv4", "auto"
+CHUNK = 256  # the page size of V4's KV pool: a chunk is a multiple of it, and a cached prefix too
 THREADS = 1  # the same in the servers and in the oracle: the order of float32 sums depends on it
 
 
@@ -125,20 +126,13 @@ def _wait_until_healthy(server: Server, timeout: float) -> None:
 
 def stop(process: subprocess.Popen) -> None:
     """End the server and every process that it started, by their ids."""
-    try:
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        family = []
+    family = [process]
+    if process.poll() is None:
+        family += psutil.Process(process.pid).children(recursive=True)
     for member in family:
-        _signal(member, "terminate")
-    _, left = psutil.wait_procs(family, timeout=10)
-    for member in left:
-        _signal(member, "kill")
-    process.wait(timeout=10)
-
-
-def _signal(member: psutil.Process, method: str) -> None:
-    try:
-        getattr(member, method)()
-    except psutil.NoSuchProcess:
-        return
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait(timeout=30)
+    psutil.wait_procs(family[1:], timeout=30)

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import CHUNK
-from servers import Server, generate_body
+from servers import CHUNK, Server, generate_body
 
 TOKENS = 6
 
