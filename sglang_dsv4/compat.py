@@ -118,6 +118,14 @@ SEAMS: tuple[Seam, ...] = (
         "sglang_dsv4.models.loading.source:open_streamed",
     ),
     Seam(
+        "sglang.srt.configs.model_config.ModelConfig._config_draft_model",
+        "after",
+        ("self",),
+        "gives every process the config in one spelling, with a quantisation section that fits the tensors",
+        "SGLang reads the config of newer Transformers, and V4 checkpoints of every quantiser",
+        "sglang_dsv4.decisions.hf_config:adapt",
+    ),
+    Seam(
         "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader",
         "uses",
         ("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id"),

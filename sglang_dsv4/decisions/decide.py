@@ -55,7 +55,8 @@ class Inputs:
     target, draft   the routed experts of each; `draft` is None when the checkpoint has none
     draft_kind      what the draft that would be loaded is
     sizes           of the target; `draft_experts` where the draft has another number of routed experts
-    quant_method    quantization_config's quant_method in config.json, None when there is no such section
+    quant_method, draft_quant_method   quant_method of the section that SGLang is given, None when it is given none
+    unfit           why no section fits, as decided by decisions.quantization
     wo_a            "fp8", "bf16", "mixed", or None when not known
     ranks           parallel sizes and the all-to-all, as given
     runner          --moe-runner-backend
@@ -72,6 +73,8 @@ class Inputs:
     draft_kind: DraftKind = "none"
     draft_experts: int | None = None
     quant_method: str | None = "fp8"
+    draft_quant_method: str | None = "fp8"
+    unfit: tuple[Refusal, ...] = ()
     wo_a: str | None = None
     flags: Flags = field(default_factory=Flags)
     ranks: Ranks = field(default_factory=Ranks)
@@ -138,7 +141,7 @@ class Decision:
 
 def decide(inputs: Inputs) -> Decision:
     """Decide one launch. Pure: reads nothing but `inputs`, raises nothing."""
-    refusals = list(_flag_refusals(inputs))
+    refusals = [*_flag_refusals(inputs), *inputs.unfit]
     target, found = _target(inputs)
     refusals += found
     draft: Model | None = None
@@ -172,7 +175,7 @@ def _target(inputs: Inputs) -> tuple[Model | None, list[Refusal]]:
     layout = _layout(experts, inputs.sizes)
     case = _case(inputs, layout, inputs.runner, inputs.ranks.a2a)
     refusals = [
-        *_container(inputs, experts),
+        *_container(inputs.quant_method, experts),
         *_some(moe_backends.refusal(case)),
         *_some(moe_backends.fusion_refusal(case, inputs.fuse_shared)),
     ]
@@ -201,7 +204,7 @@ def _draft(inputs: Inputs, target: Model | None) -> tuple[Model | None, list[Ref
         refusals = [_no_common_runner(inputs, target, experts, layout, a2a)]
     else:
         refusals = _some(moe_backends.refusal(case, flag=DRAFT_RUNNER_FLAG, a2a_flag=DRAFT_A2A_FLAG))
-    refusals += [*_container(inputs, experts), *_without_deepgemm(inputs, runner)]
+    refusals += [*_container(inputs.draft_quant_method, experts), *_without_deepgemm(inputs, runner)]
     sizes = replace(inputs.sizes, experts=inputs.draft_experts or inputs.sizes.experts)
     refusals += _sizes(inputs, sizes, layout, runner)
     return Model(experts, layout, asked, runner, why), refusals
@@ -300,14 +303,14 @@ def _without_deepgemm(inputs: Inputs, runner: str | None) -> Iterator[Refusal]:
         yield Refusal("flag-pair", what, remedy=remedy)
 
 
-def _container(inputs: Inputs, experts: ExpertDecision) -> Iterator[Refusal]:
-    """quantization_config has to name the class that SGLang builds these experts with."""
-    if experts.runs == "bf16" and inputs.quant_method == "fp8":
+def _container(method: str | None, experts: ExpertDecision) -> Iterator[Refusal]:
+    """The section that SGLang is given has to name the class that it builds these experts with."""
+    if experts.runs == "bf16" and method == "fp8":
         found = 'BF16 experts under quant_method "fp8"'
         remedy = "Remove quantization_config from config.json if nothing in the checkpoint is quantised."
         yield Refusal("quant-method", "config.json announces FP8 weights", found=found, remedy=remedy)
-    elif experts.runs != "bf16" and inputs.quant_method != "fp8":
-        given = f'quant_method "{inputs.quant_method}"' if inputs.quant_method else "no quantization_config"
+    elif experts.runs != "bf16" and method != "fp8":
+        given = f'quant_method "{method}"' if method else "no quantization_config"
         what = f"SGLang builds {fp4.TITLES[experts.stored]} experts of DeepSeek-V4 from quant_method fp8 only"
         yield Refusal("quant-method", what, found=given, remedy="Use a checkpoint in the released form.")
 

@@ -11,6 +11,7 @@ from sglang_dsv4.decisions.decide import Flags, Inputs
 from sglang_dsv4.decisions.drafts import Speculation
 from sglang_dsv4.decisions.fp4 import ExpertDecision, ExpertFacts, Experts, Role, decide_experts
 from sglang_dsv4.decisions.parallel import Ranks, Sizes, pads
+from sglang_dsv4.decisions.quantization import Fits
 
 ONE_RANK = Ranks()
 NO_DRAFT = Speculation()
@@ -120,9 +121,13 @@ def inputs_of(
     speculation: Speculation = NO_DRAFT,
     fuse_shared: bool = False,
     draft: tuple[ModelConfigFacts, Layout] | None = None,
+    fits: Fits | None = None,
     serving: bool = True,
 ) -> Inputs:
-    """Join a checkpoint's layout with a launch. `draft` is another checkpoint's, where the draft comes from one."""
+    """Join a checkpoint's layout with a launch. `draft` is another checkpoint's, where the draft comes from one.
+
+    `fits` says what SGLang is told of the quantisation; without it that is what config.json says.
+    """
     draft_config, draft_layout = draft or (config, layout)
     has_draft = draft_layout.draft.format is not None
     dspark = draft_config.dspark
@@ -133,7 +138,9 @@ def inputs_of(
         draft=expert_facts(draft_layout.draft, draft_config) if has_draft else None,
         draft_kind=draft_layout.draft_kind.value,
         draft_experts=dspark.n_routed_experts if dspark is not None else None,
-        quant_method=config.quant.method,
+        quant_method=config.quant.method if fits is None else fits.target.method,
+        draft_quant_method=draft_config.quant.method if fits is None or fits.draft is None else fits.draft.method,
+        unfit=() if fits is None else fits.refusals(loads_draft=speculation.algorithm is not None),
         wo_a=wo_a_of(layout),
         flags=flags,
         ranks=ranks,

@@ -8,6 +8,7 @@ from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.preflight import Inspection, survey
 from sglang_dsv4.decisions.decide import Flags, Inputs
 from sglang_dsv4.decisions.gather import inputs_of, ranks_of, speculation_of
+from sglang_dsv4.decisions.quantization import Held, fits_of
 from sglang_dsv4.errors import Dsv4Error
 
 
@@ -54,4 +55,9 @@ def launch_inputs(arguments: Any, files: Files, *, arch: str, flags: Flags) -> I
         speculation=speculation_of(arguments),
         fuse_shared=arguments.enforce_shared_experts_fusion,
         draft=None if draft is None else (draft.checkpoint.config, draft.layout),
+        fits=fits_of(_held(files.target), _held(draft or files.target)),
     )
+
+
+def _held(inspection: Inspection) -> Held:
+    return Held(inspection.view, inspection.layout, inspection.checkpoint.config)

@@ -19,6 +19,7 @@ from sglang_dsv4.checkpoint.preflight import preflight
 from sglang_dsv4.decisions.arch import detect_arch
 from sglang_dsv4.decisions.decide import Decision, Flags, decide
 from sglang_dsv4.decisions.gather import inputs_of, ranks_of, speculation_of
+from sglang_dsv4.decisions.quantization import Held, fits_of
 from sglang_dsv4.errors import PREFIX
 
 logger = logging.getLogger(__name__)
@@ -39,24 +40,29 @@ def check_flags_and_files(server_args: Any) -> None:
 
 def decide_launch(server_args: Any) -> Decision:
     """Decide a launch from ServerArgs or a resolving view of them. Raises what reading the checkpoint raises."""
-    target = Checkpoint.open(server_args.model_path, revision=server_args.revision)
+    target = _held(server_args.model_path, server_args.revision)
     speculation = speculation_of(server_args)
-    draft = None
+    other = None
     if speculation.draft_path is not None:
-        other = Checkpoint.open(speculation.draft_path, revision=server_args.speculative_draft_model_revision)
-        draft = (other.config, detect_layout(other))
+        other = _held(speculation.draft_path, server_args.speculative_draft_model_revision)
     inputs = inputs_of(
         target.config,
-        detect_layout(target),
+        target.layout,
         arch=detect_arch(),
         flags=Flags.read(),
         ranks=ranks_of(server_args),
         runner=server_args.moe_runner_backend,
         speculation=speculation,
         fuse_shared=server_args.enforce_shared_experts_fusion,
-        draft=draft,
+        draft=None if other is None else (other.config, other.layout),
+        fits=fits_of(target, other or target),
     )
     return decide(inputs)
+
+
+def _held(path: str, revision: str | None) -> Held:
+    checkpoint = Checkpoint.open(path, revision=revision)
+    return Held(checkpoint.view, detect_layout(checkpoint), checkpoint.config)
 
 
 def apply(server_args: Any, decision: Decision) -> None:
