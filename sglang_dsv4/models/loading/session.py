@@ -56,16 +56,20 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
             stack.enter_context(taking_sharded(model, plan))
             pool = stack.enter_context(BoundedPool(cpu_threads(), envs.QUEUE_BYTES.get()))
             stack.enter_context(proof.watching())
-            owned = source is not None and source.owned
+            lifetime = source.lifetime if source is not None else "step"
             writer = DirectWriter(
-                model, wiring, pool, owned=owned, converted=plan.converts_experts, paired=pairs_shared(plan)
+                model,
+                wiring,
+                pool,
+                owned=lifetime != "step",
+                converted=plan.converts_experts,
+                paired=pairs_shared(plan),
             )
             stack.enter_context(hidden_from_upstream(model, writer.parameters))
-            upstream(
-                consumed_at_once(
-                    writer.take(stages(progress(report.count(stream), report.planned, report.model), plan, report))
-                )
-            )
+            counted = progress(report.count(stream), report.planned, report.model)
+            rest = writer.take(stages(counted, plan, report))
+            # Views of a mapped file may wait in upstream's unbounded queue: they hold no memory of ours.
+            upstream(rest if lifetime == "mapped" else consumed_at_once(rest))
             report.in_flight_peak = pool.peak
         if envs.STRICT.get() and (source is not None or not hasattr(model, "load_report")):
             require_complete(model, proof)

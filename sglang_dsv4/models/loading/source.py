@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.expected import compare
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from sglang_dsv4.stream import Named
 
 logger = logging.getLogger(__name__)
+
+Lifetime = Literal["step", "owned", "mapped"]
+"""How long a tensor is valid: until the next step; while it is held, in memory of its own; so, in a file's pages."""
 
 UNKNOWN_NAME = "a name that no dialect knows"
 
@@ -48,12 +51,12 @@ class Loadable(Protocol):
 class Source:
     """The tensors of one initial load, in file order, by their native names.
 
-    owned: whether a tensor stays valid after the next step (a memory map does, a reused buffer does not).
+    lifetime: how long a tensor stays valid, and what keeping it costs.
     """
 
-    def __init__(self, checkpoint: Checkpoint, read: Reader, *, owned: bool, label: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, read: Reader, *, lifetime: Lifetime, label: str) -> None:
         self.checkpoint = checkpoint
-        self.owned = owned
+        self.lifetime = lifetime
         self.label = label
         self._read = read
 
@@ -65,8 +68,9 @@ class Source:
         complete, and what reading headers raises.
         """
         native = self._native_names(plan, report)
-        infos = self.checkpoint.select(self.checkpoint.shards_for(native.__contains__))
-        self._require_complete(plan, infos)
+        draft = plan.share.kind != "target"
+        infos = self.checkpoint.select(self.checkpoint.shards_for(lambda name: is_draft(name) == draft))
+        self._require_complete(infos, draft)
         wanted: dict[str, list[str]] = {}
         for name in sorted(native.keys() & infos.keys(), key=lambda name: (infos[name].shard, infos[name].start)):
             wanted.setdefault(infos[name].shard, []).append(name)
@@ -91,9 +95,8 @@ class Source:
                 report.skipped[reason] += 1
         return kept
 
-    def _require_complete(self, plan: Plan, infos: dict[str, TensorInfo]) -> None:
-        """Compare the half of the checkpoint that this load belongs to with the model of its config."""
-        draft = plan.share.kind != "target"
+    def _require_complete(self, infos: dict[str, TensorInfo], draft: bool) -> None:
+        """Compare this half of the checkpoint (target or draft), all its stages, with the model of its config."""
         view = NativeView((info for info in infos.values() if is_draft(info.name) == draft), self.checkpoint.dialect)
         completeness = compare(view, self.checkpoint.config, detect_layout(view, self.checkpoint.config))
         if envs.STRICT.get():
@@ -128,7 +131,8 @@ def open_local(original: Callable[..., Iterator], loader: Any, model_config: Any
         read_ahead=options.weight_loader_prefetch_checkpoints,
         drop_cache=options.weight_loader_drop_cache_after_load,
     )
-    return _leave(model, Source(Checkpoint.open(folder), reader, owned=True, label=f"{folder} ({reader.kind})"))
+    lifetime: Lifetime = "owned" if options.weight_loader_disable_mmap else "mapped"
+    return _leave(model, Source(Checkpoint.open(folder), reader, lifetime=lifetime, label=f"{folder} ({reader.kind})"))
 
 
 def open_streamed(original: Callable[..., Iterator], loader: Any, model_config: Any, model: Any) -> Iterator:
@@ -138,7 +142,7 @@ def open_streamed(original: Callable[..., Iterator], loader: Any, model_config: 
     path = getattr(model_config, "model_weights", None) or model_config.model_path
     folder, _files = loader._prepare_weights(path, model_config.revision)
     reader = StreamerReader(folder, distributed=bool(loader._is_distributed))
-    return _leave(model, Source(Checkpoint.open(folder), reader, owned=False, label=f"{folder} (RunAI streamer)"))
+    return _leave(model, Source(Checkpoint.open(folder), reader, lifetime="step", label=f"{folder} (RunAI streamer)"))
 
 
 def _leave(model: Any, source: Source) -> Iterator:
