@@ -9,7 +9,9 @@ import jobs
 import pytest
 from processes import Process, process
 
-from sglang_dsv4.checkpoint.tiny.make import Options, make_tiny
+from sglang_dsv4.checkpoint.tiny.config import native_config
+from sglang_dsv4.checkpoint.tiny.make import Options, make_tiny, write_model
+from sglang_dsv4.checkpoint.tiny.sources import Drawn
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +42,29 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return known[wanted]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def shaped(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a native checkpoint of sizes that `make-tiny` has no option for: two layers, an MTP draft, five shards."""
+    folder = tmp_path_factory.mktemp("shaped")
+    known: dict[str, Path] = {}
+
+    def make(**sizes: int) -> Path:
+        key = "-".join(f"{name}-{size}" for name, size in sorted(sizes.items()))
+        if key not in known:
+            known[key] = folder / key
+            config = native_config("tiny", "mtp", layers=2) | sizes
+            write_model(known[key], Options(draft="mtp"), config, Drawn(0, config["n_routed_experts"]))
+        return known[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def wide(shaped: Callable[..., Path]) -> Path:
+    """What eight tensor-parallel ranks can share: 128 rows of an expert, one head and one output group each."""
+    return shaped(moe_intermediate_size=1024, num_attention_heads=8, o_groups=8)
 
 
 @pytest.fixture(scope="session")

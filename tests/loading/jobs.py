@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,11 +35,16 @@ class Load:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load did. digests: {parameter: sha256}. report: as of `load --json`. kept: name -> array (see `keep`)."""
+    """What a load did.
+
+    digests: {parameter: sha256}. report: as of `load --json`. kept: name -> array (see `Load.keep`). kernel_read: bytes
+    that read and pread brought into this process; what is mapped does not count.
+    """
 
     digests: dict[str, str]
     report: dict[str, Any]
     kept: dict[str, np.ndarray]
+    kernel_read: int = 0
 
 
 def start(platform: str, wo_a_fp8: str, extra_path: str) -> None:
@@ -55,8 +60,13 @@ def start(platform: str, wo_a_fp8: str, extra_path: str) -> None:
 
 def load(job: Load) -> Loaded:
     """One complete load in this process."""
+    before = kernel_read()
     with loaded(job) as model:
-        return result(model, job.keep)
+        return replace(result(model, job.keep), kernel_read=kernel_read() - before)
+
+
+def kernel_read() -> int:
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
 @contextmanager
