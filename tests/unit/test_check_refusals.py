@@ -252,10 +252,7 @@ def test_config_of_newer_transformers(run, tmp_path):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        *("ct_w4a16_fp8", "autoround_w4a16_native", "gptq_w4a16_transformers", "w4afp8_sglang"),
-        *("transformers_bf16_stacked", "transformers_fp8_fp4_stacked"),
-    ],
+    ["ct_w4a16_fp8", "autoround_w4a16_native", "gptq_w4a16_transformers", "w4afp8_sglang"],
 )
 @pytest.mark.parametrize("arch", ["sm90", "sm100", "gfx950"])
 def test_layouts_that_do_not_run(run, tmp_path, layout, arch):
