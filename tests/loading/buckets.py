@@ -95,7 +95,7 @@ class Wire:
             back.join()
 
     def _note(self, data: bytes) -> None:
-        pattern = rb"GET /" + BUCKET.encode() + rb"/(\S+?)(?:\?\S*)? HTTP.*?\r\n[Rr]ange: bytes=(\d+)-(\d+)"
+        pattern = rb"GET \S*?/" + BUCKET.encode() + rb"/(\S+?)(?:\?\S*)? HTTP.*?\r\n[Rr]ange: bytes=(\d+)-(\d+)"
         for name, first, last in re.findall(pattern, data, re.DOTALL):
             self.gets.append((name.decode(), int(first), int(last)))
 
