@@ -75,11 +75,13 @@ def test_streaming(server: Server, prompts: list[list[int]], alone: list[list[in
 
 
 def test_completions(server: Server, recited: str) -> None:
-    start = recited[:40]
-    body = {"model": "default", "prompt": start, "max_tokens": 60, "temperature": 0}
-    answer = server.post("/v1/completions", body)["choices"][0]["text"]
-    streamed = "".join(event["choices"][0]["text"] for event in server.stream("/v1/completions", body))
-    assert answer == streamed == server.generate(start, 60)["text"]
+    """Text in, text out: it recites, in one piece and streamed, and as ``/generate`` does."""
+    start, rest, few = recited[:40], recited[40:160], 30
+    body = {"model": "default", "prompt": start, "max_tokens": len(rest), "temperature": 0}
+    assert server.post("/v1/completions", body)["choices"][0]["text"] == rest
+    events = server.stream("/v1/completions", body | {"max_tokens": few})
+    assert "".join(event["choices"][0]["text"] for event in events) == rest[:few]
+    assert server.generate(start, few)["text"] == rest[:few]
 
 
 def test_seeded_sampling(server: Server, prompts: list[list[int]]) -> None:

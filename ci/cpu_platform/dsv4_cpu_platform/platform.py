@@ -54,9 +54,15 @@ class Dsv4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return algorithm.upper() in SPECULATIVE_ALGORITHMS
 
     def init_backend(self) -> None:
-        """Called when a worker imports SGLang's model runner, before it builds anything."""
-        from dsv4_cpu_platform import backend
+        """Called when a worker imports SGLang's model runner, before it builds anything.
 
+        Raises CpuPlatformError where SGLang loaded no plugins, or a list in SGLANG_PLUGINS left this one out.
+        """
+        from dsv4_cpu_platform import backend, seams
+        from dsv4_cpu_platform.gather import CpuPlatformError
+
+        if not seams.declared:
+            raise CpuPlatformError(f"the hooks of this platform were not loaded: add {NAME} to SGLANG_PLUGINS")
         backend.install()
 
     def post_load_model(self, model: Any) -> None:

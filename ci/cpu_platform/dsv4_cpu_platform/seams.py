@@ -64,6 +64,8 @@ def _verify_tree_in_triton(_original: Callable[..., Any], topk: int = -1, **tens
     return tensors["predicts"], tensors["accept_index"], tensors["accept_token_num"]
 
 
+declared = False  # in this process, by `declare`
+
 HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", _rope_without_device),
     ("sglang.srt.platforms.interface.reject_out_of_tree_path", _allow_dsv4_pool),
@@ -83,3 +85,5 @@ def declare() -> None:
     choices.add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     for target, hook in HOOKS:
         HookRegistry.register(target, hook, HookType.AROUND)
+    global declared
+    declared = True
