@@ -40,6 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--shape", choices=("tiny", "flash"), default="tiny", help="flash: the real widths")
     parser.add_argument("--layers", type=int, metavar="N", help="cut the shape to its first N layers")
     parser.add_argument("--num-experts", type=int, metavar="N", help="routed experts per layer")
+    parser.add_argument("--sparse", action="store_true", help="headers and holes: for check, at any size in no space")
     parser.set_defaults(run=run)
 
 
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         shape=args.shape,
         layers=args.layers,
         experts=args.num_experts,
+        sparse=args.sparse,
     )
     try:
         made = make_tiny(args.out, options)

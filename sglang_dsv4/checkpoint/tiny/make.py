@@ -31,7 +31,7 @@ class Options:
 
     `source` is the folder of a native checkpoint whose numbers are taken; it excludes `shape`, `layers` and `experts`
     (a count). `shards` counts files; None writes one for the embedding, each layer, the head and each draft module,
-    as the releases do.
+    as the releases do. `sparse` writes headers and holes: what `check` reads, in no space, at any size.
     """
 
     names: str = "native"
@@ -45,6 +45,7 @@ class Options:
     shape: str = "tiny"
     layers: int | None = None
     experts: int | None = None
+    sparse: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def write_model(folder: Path, options: Options, config: Config, numbers: Callabl
         raise RefusedError(f"{folder} holds weights already", remedy="Name an empty folder.")
     folder.mkdir(parents=True, exist_ok=True)
     shards = divide(list(entries(layout, config, draft)), options.shards)
-    rounded = write_checkpoint(folder, shards, numbers)
+    rounded = write_checkpoint(folder, shards, None if options.sparse else numbers)
     written = copy.deepcopy(config)
     layout.config(written)
     write_json(folder / "config.json", written)

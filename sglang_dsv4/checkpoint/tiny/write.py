@@ -28,8 +28,10 @@ class Entry(NamedTuple):
         return sum(tensor.nbytes for tensor in self.stored)
 
 
-def write_checkpoint(folder: Path, shards: Sequence[Sequence[Entry]], numbers: Callable[[Slot], Numbers]) -> list[str]:
-    """Writes the shards and model.safetensors.index.json into `folder`.
+def write_checkpoint(
+    folder: Path, shards: Sequence[Sequence[Entry]], numbers: Callable[[Slot], Numbers] | None
+) -> list[str]:
+    """Writes the shards and model.safetensors.index.json into `folder`; without `numbers` the data are holes of zeros.
 
     Returns a line for each tensor that its layout could only hold rounded, with the largest error relative to the
     tensor's largest number.
@@ -46,12 +48,15 @@ def write_checkpoint(folder: Path, shards: Sequence[Sequence[Entry]], numbers: C
     return rounded
 
 
-def _write_shard(path: Path, entries: Iterable[Entry], numbers: Callable[[Slot], Numbers]) -> list[str]:
+def _write_shard(path: Path, entries: Iterable[Entry], numbers: Callable[[Slot], Numbers] | None) -> list[str]:
     entries = list(entries)
     header, offsets = _header(tensor for entry in entries for tensor in entry.stored)
     rounded = []
     with path.open("wb") as file:
         file.write(header)
+        if numbers is None:
+            file.truncate(len(header) + sum(entry.nbytes for entry in entries))
+            return []
         for entry in entries:
             source = numbers(entry.slot)
             form = entry.scheme.convert(source, entry.slot.name)
