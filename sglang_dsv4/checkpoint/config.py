@@ -52,6 +52,7 @@ SIZES = {
 }
 """Symbol of the format description -> config key; each a positive integer in every V4 config."""
 
+_MOST_EXPERTS = 1 << 16  # what is listed one by one must be countable; the largest release has 384
 _DEFAULTS = {"HD": 512, "HC": 4, "IHD": 128, "NS": 1}  # some configs leave these to the model class
 _ROPE_HEAD_DIM = 64  # every release; some configs leave it out
 _NO_SCALING = ("rope_theta", "rope_type", "partial_rotary_factor", "attention_factor")
@@ -213,6 +214,8 @@ class _Reader:
         value = self.values.get(key, default)
         if type(value) is not int or not 0 < value < 2**31:
             self.fail(key, value, "a positive integer")
+        if key == SIZES["E"] and value > _MOST_EXPERTS:
+            self.fail(key, value, f"at most {_MOST_EXPERTS} routed experts")
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -331,12 +334,15 @@ def _dspark(reader: _Reader) -> DSparkFacts | None:
     targets = reader.integers("dspark_target_layer_ids")
     if not targets:
         reader.fail("dspark_target_layer_ids", targets, "the layers whose states the draft reads")
+    experts = reader.optional("dspark_n_routed_experts")
+    if experts is not None and experts > _MOST_EXPERTS:
+        reader.fail("dspark_n_routed_experts", experts, f"at most {_MOST_EXPERTS}")
     return DSparkFacts(
         block_size=reader.size("dspark_block_size", None),
         markov_rank=reader.size("dspark_markov_rank", None),
         target_layer_ids=targets,
         noise_token_id=reader.optional("dspark_noise_token_id"),
-        n_routed_experts=reader.optional("dspark_n_routed_experts"),
+        n_routed_experts=experts,
         num_experts_per_tok=reader.optional("dspark_num_experts_per_tok"),
     )
 

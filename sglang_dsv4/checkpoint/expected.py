@@ -5,6 +5,7 @@ Every layer kind is spelled out in `modules`; here the rows meet the tensors. Na
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from sglang_dsv4.checkpoint.modules import (
     root_modules,
     stage_modules,
 )
-from sglang_dsv4.checkpoint.names import collapse, join_indices
+from sglang_dsv4.checkpoint.names import collapse, join_indices, shorten
 from sglang_dsv4.checkpoint.view import Indices, NativeView, Parts
 from sglang_dsv4.errors import ConfigError, IncompleteLoadError
 
@@ -208,8 +209,8 @@ def _differs(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
 
 def _exists(row: Module, config: ModelConfigFacts, layer: int) -> bool:
     """Whether a target layer has a row, by the layer's kind."""
-    ratio, hashed, raw = config.ratios[layer], layer < config.hash_layers, config.raw
-    kv_source = layer in (raw.get("kv_source_layer_ids") or ())
+    ratio, hashed = config.ratios[layer], layer < config.hash_layers
+    kv_source = layer in _integers(config, "kv_source_layer_ids")
     return {
         "every": True,
         "hash": hashed,
@@ -218,9 +219,17 @@ def _exists(row: Module, config: ModelConfigFacts, layer: int) -> bool:
         "hca": ratio == 128,
         "kv_source": kv_source,
         "gated_kv_source": kv_source and ratio > 1,
-        "index_source": layer in (raw.get("index_source_layer_ids") or ()),
-        "engram": layer in (raw.get("engram_layer_ids") or ()),
+        "index_source": layer in _integers(config, "index_source_layer_ids"),
+        "engram": layer in _integers(config, "engram_layer_ids"),
     }[row.where]
+
+
+def _integers(config: ModelConfigFacts, key: str) -> list[int]:
+    """One of V4.1's lists, empty where there is none. Raises ConfigError."""
+    found = config.raw.get(key) or []
+    if not isinstance(found, list) or any(type(item) is not int for item in found):
+        raise ConfigError(f"config.json: {key}", found=shorten(reprlib.repr(found)), expected="a list of integers")
+    return found
 
 
 def _in_stage(row: Module, stage: int, stages: int) -> bool:
@@ -229,5 +238,5 @@ def _in_stage(row: Module, stage: int, stages: int) -> bool:
 
 def _with_rows(size: dict[str, int], config: ModelConfigFacts, layer: int) -> dict[str, int]:
     """V4.1's Engram tables have a size of their own per layer."""
-    layers, rows = config.raw.get("engram_layer_ids") or [], config.raw.get("engram_num_embeddings") or []
+    layers, rows = _integers(config, "engram_layer_ids"), _integers(config, "engram_num_embeddings")
     return size | {"ROWS": rows[layers.index(layer)]} if layer in layers and len(rows) == len(layers) else size

@@ -171,7 +171,7 @@ class _Measure:
 
     def _cut(self, inner: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         split = SPLITS.get(inner)
-        if split is None or len(shape) != 2:
+        if split is None or len(shape) != 2 or 0 in shape:
             return shape
         axis, kind = split
         ranks, extent = getattr(self.spread, kind), shape[axis]

@@ -101,7 +101,8 @@ def speculation_of(arguments: Any) -> Speculation:
 
 def _pads(ranks: Ranks) -> bool:
     whole = ranks.resolved()
-    return whole.tp % (whole.ep * whole.moe_dp) == 0 and pads(whole.tp, whole.moe_tp)
+    shares = whole.ep * whole.moe_dp  # of no use where it is refused: not positive, or no divisor of TP
+    return shares > 0 and whole.tp % shares == 0 and pads(whole.tp, whole.moe_tp)
 
 
 def wo_a_of(layout: Layout) -> str | None:

@@ -396,3 +396,35 @@ def test_the_table_shows_each_refusal_and_its_details(run, tmp_path):
     assert lines[-1] == "2 refusals"
     assert sum(line.startswith("refused ") for line in lines) == 2
     assert any(line.strip() == "missing: layers.0.attn.q_norm.weight" for line in lines)
+
+
+# --- values that nobody means -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["tp", "ep", "pp", "attn-dp", "attn-cp", "moe-dp"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_that_are_not_positive(run, tmp_path, size, value):
+    report = run.json(write(tmp_path / "v4", "none"), f"--{size}-size={value}")
+    assert ("parallel-size", str(value)) in [(refusal["code"], refusal["found"]) for refusal in report["refusals"]]
+
+
+@pytest.mark.parametrize("count", [0, 2**31 - 1, 2**70, "8"])
+def test_a_number_of_experts_that_cannot_be(run, tmp_path, count):
+    folder = write(tmp_path / "v4", "none")
+    edit_config(folder, n_routed_experts=count)
+    [(code, message)] = run.refusals(folder)
+    assert code == "ConfigError"
+    assert "n_routed_experts" in message
+
+
+@pytest.mark.parametrize("key", ["kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"])
+def test_v41_lists_that_are_none(run, tmp_path, key):
+    config = grammar.config("v41_flash", "tiny_v41", "dspark")
+    config["text_config"][key] = 3
+    folder = grammar.write(tmp_path / "v4", grammar.expand("v41_flash", "tiny_v41", "dspark"), config)
+    assert run.refusals(folder) == [("ConfigError", f"config.json: {key}; found 3; expected a list of integers.")]
+
+
+def test_a_tensor_without_extent(run, tmp_path):
+    folder = write(tmp_path / "v4", "none", change=lambda spec: spec.update({"embed.weight": ("BF16", (0, 256))}))
+    assert "wrong: embed.weight: found shape [0, 256]" in run.refusals(folder)[0][1]
