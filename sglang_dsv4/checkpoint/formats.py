@@ -56,11 +56,12 @@ def _needs(**roles: str) -> dict[str, frozenset[str]]:
     return {role: frozenset(dtypes.split()) for role, dtypes in roles.items()}
 
 
-_FLOATS = "BF16 F16 F32"
+FLOATS = ("BF16", "F16", "F32")
+_FLOATS = " ".join(FLOATS)
 _BYTES = "I8 U8"
 
 RULES = (
-    Rule(Format.BF16, _needs(weight=_FLOATS)),
+    Rule(Format.BF16, _needs(weight=_FLOATS), frozenset({"scale"})),  # some quantisers leave a scale behind
     Rule(Format.FP8, _needs(weight="F8_E4M3", scale=f"F8_E8M0 {_FLOATS}"), frozenset({"input_scale"}), 1, 0),
     Rule(Format.FP4, _needs(weight=_BYTES, scale="F8_E8M0"), frozenset(), 2, 32),
     Rule(Format.FP4, _needs(weight="F4", scale="F8_E8M0 U8"), frozenset(), 1, 32),  # F4 shapes count elements

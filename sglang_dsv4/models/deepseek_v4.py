@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.models import deepseek_v4 as upstream
 
-from sglang_dsv4.models.loading.experts import prepare, widths
+from sglang_dsv4.models.loading.experts import prepare
 from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.session import load
 from sglang_dsv4.models.loading.wiring import TARGET
@@ -18,10 +18,9 @@ class DeepseekV4ForCausalLM(upstream.DeepseekV4ForCausalLM):
     """Upstream's target with our loading."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
-        decision = prepare(quant_config, TARGET.kind)
-        expert_widths = widths(config, quant_config, TARGET.kind)
+        known = prepare(config, quant_config, TARGET.kind)
         super().__init__(config, quant_config, prefix)
-        self.expert_decision, self.expert_widths = decision, expert_widths
+        self.known = known
 
     def loading_plan(self) -> Plan:
         return make_plan(self, TARGET)

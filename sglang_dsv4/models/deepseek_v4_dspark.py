@@ -8,20 +8,38 @@ from typing import Any
 import torch
 from sglang.srt.models import deepseek_v4_dspark as upstream
 
-from sglang_dsv4.models.loading.experts import prepare, widths
+from sglang_dsv4.models.loading.experts import prepare
 from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.session import load
 from sglang_dsv4.models.loading.wiring import DSPARK
+from sglang_dsv4.stream.select import Part
 
 
 class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
     """Upstream's DSpark draft with our loading."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
-        decision = prepare(quant_config, DSPARK.kind)
-        expert_widths = widths(config, quant_config, DSPARK.kind)
+        known = prepare(config, quant_config, DSPARK.kind)
+        self.uses_own_vocab_modules = bool(known.own)
         super().__init__(config, quant_config, prefix)
-        self.expert_decision, self.expert_widths = decision, expert_widths
+        self.known = known
+        if len(known.own) == 1:  # SGLang has both or none; the other one is lent
+            self.uses_own_vocab_modules = False
+            self._drop_lent(known.own)
+
+    def _drop_lent(self, own: frozenset[Part]) -> None:
+        if "embed" not in own:
+            self.embed_tokens = None
+        if "head" not in own:
+            self.lm_head = None
+
+    def attach_shared_modules(self, *, embed_tokens: torch.nn.Module, lm_head: torch.nn.Module) -> None:
+        """Share the target's, except where the draft has its own."""
+        own = self.known.own
+        super().attach_shared_modules(
+            embed_tokens=self.embed_tokens if "embed" in own else embed_tokens,
+            lm_head=self.lm_head if "head" in own else lm_head,
+        )
 
     def loading_plan(self) -> Plan:
         return make_plan(self, DSPARK)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.models import deepseek_v4_nextn as upstream
 
-from sglang_dsv4.models.loading.experts import prepare, widths
+from sglang_dsv4.models.loading.experts import prepare
 from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.session import load
 from sglang_dsv4.models.loading.wiring import NEXTN
@@ -18,10 +18,23 @@ class DeepseekV4ForCausalLMNextN(upstream.DeepseekV4ForCausalLMNextN):
     """Upstream's NextN draft with our loading."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
-        decision = prepare(quant_config, NEXTN.kind)
-        expert_widths = widths(config, quant_config, NEXTN.kind)
+        known = prepare(config, quant_config, NEXTN.kind)
         super().__init__(config, quant_config, prefix)
-        self.expert_decision, self.expert_widths = decision, expert_widths
+        self.known = known
+
+    def set_embed_and_head(self, embed: torch.nn.Parameter, head: torch.nn.Parameter) -> None:
+        """Share the target's, except where the draft has its own."""
+        super().set_embed_and_head(*self.vocabulary(embed, head))
+
+    def vocabulary(
+        self, embed: torch.nn.Parameter, head: torch.nn.Parameter
+    ) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        """Embedding and head to draft with, when these are the target's."""
+        own = self.known.own
+        return (
+            self.model.embed_tokens.weight if "embed" in own else embed,
+            self.lm_head.weight if "head" in own else head,
+        )
 
     def loading_plan(self) -> Plan:
         return make_plan(self, NEXTN)

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 Kind = Literal["target", "nextn", "dspark"]
 """The three classes that are loaded from one checkpoint."""
 
+Part = Literal["embed", "head"]
+
 DRAFT_ROOT = "mtp"
-SHARED_VOCABULARY = ("emb", "embed", "head", "shared_head")
+VOCABULARY: dict[str, Part] = {"emb": "embed", "embed": "embed", "head": "head", "shared_head": "head"}
+"""First part of a name below a draft's stage -> what it is of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,9 @@ class Share:
     """What one rank of one class keeps of a checkpoint.
 
     layers: native layer numbers of this pipeline stage (target) or the draft layers that exist. experts: native layer
-    name ("layers.3") -> expert numbers this rank keeps; a layer that is not listed keeps all.
+    name ("layers.3") -> expert numbers this rank keeps; a layer that is not listed keeps all. own: which of embedding
+    and head a draft holds itself. tied: the target's head is its embedding, whatever the file holds. confidence:
+    whether SGLang builds DSpark's confidence head.
     """
 
     kind: Kind
@@ -30,6 +35,9 @@ class Share:
     first_stage: bool = True
     last_stage: bool = True
     experts: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    own: frozenset[Part] = frozenset()
+    tied: bool = False
+    confidence: bool = True
 
     def reason_to_skip(self, name: str) -> str | None:
         """Why this load does not need the tensor `name` (native spelling); None when it does."""
@@ -41,13 +49,19 @@ class Share:
         if root == "layers":
             return self._skip_layer(name, rest)
         if root == "embed":
-            return None if self.first_stage else "embedding of the first pipeline stage"
+            lends = self.tied and self.last_stage
+            return None if self.first_stage or lends else "embedding of the first pipeline stage"
+        if root == "head" and self.tied:
+            return "config.json ties the head to the embedding"
         return None if self.last_stage else "head and norm of the last pipeline stage"
 
     def _skip_draft(self, name: str, rest: str) -> str | None:
         inner = rest.partition(".")[2]
-        if inner.partition(".")[0] in SHARED_VOCABULARY:
-            return "SGLang's drafts share the target's embedding and head"
+        first = inner.partition(".")[0]
+        if first in VOCABULARY:
+            return None if VOCABULARY[first] in self.own else "the draft is lent the target's embedding and head"
+        if first == "confidence_head" and not self.confidence:
+            return "SGLang builds no confidence head under SGLANG_RAGGED_VERIFY_MODE=static"
         return self._skip_layer(name, rest, f"{self.kind} builds {len(self.layers)} draft layers")
 
     def _skip_layer(self, name: str, rest: str, why: str = "layer of another pipeline stage") -> str | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.errors import StreamError
-from sglang_dsv4.models.loading.wiring import EXPERT_LEAVES, EXPERT_PARAMETERS, Wiring, expert_name
+from sglang_dsv4.models.loading.proof import is_own
+from sglang_dsv4.models.loading.wiring import EXPERT_LEAVES, EXPERT_PARAMETERS, Wiring, expert_name, is_wo_a
 from sglang_dsv4.stream.bounded import BoundedPool
-from sglang_dsv4.stream.wo_a import is_wo_a
 
 if TYPE_CHECKING:
     import torch
@@ -40,12 +41,14 @@ class DirectWriter:
         self._experts_owned = owned or converted
         self._shared_owned = owned and not paired
         self._parameters = dict(model.named_parameters())
+        self._is_own = partial(is_own, model)
         self._fused_shared = getattr(model, "num_fused_shared_experts", 0) > 0
         self._routed = model.config.n_routed_experts  # type: ignore[union-attr]
 
     @property
     def parameters(self) -> set[str]:
-        """Names of the parameters that are ours to write: routed experts, and `wo_a` where it is kept unquantised."""
+        """Names of the parameters that are ours to write: routed experts, `wo_a` where it is kept unquantised, and a
+        draft's own embedding and head, which upstream skips."""
         return {name for name, parameter in self._parameters.items() if self._is_ours(name, parameter)}
 
     def take(self, stream: Stream) -> Iterator[Named]:
@@ -56,7 +59,7 @@ class DirectWriter:
         self._pool.drain()
 
     def _is_ours(self, name: str, parameter: torch.nn.Parameter) -> bool:
-        if ".mlp.experts." in name:
+        if ".mlp.experts." in name or self._is_own(name):
             return True
         return name.endswith(".wo_a.weight") and parameter.element_size() > 1
 
@@ -70,8 +73,9 @@ class DirectWriter:
             keywords = {"shard_id": expert.projection, "expert_id": number}
             owned = self._shared_owned if expert.expert is None else self._experts_owned
             return self._submit(name, tensor, target, (target,), keywords, owned)
-        if is_wo_a(name):
-            target = self._wiring.path(name) or ""
+        own = self._wiring.vocabulary(name)
+        if own is not None or is_wo_a(name):
+            target = own or self._wiring.path(name) or ""
             parameter = self._parameters.get(target)
             if parameter is not None and self._is_ours(target, parameter):
                 return self._submit(name, tensor, target, (), {}, self._owned)

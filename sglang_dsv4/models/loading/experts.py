@@ -1,4 +1,4 @@
-"""What the routed experts of a model run as, applied to SGLang's quantisation config before the model is built.
+"""What is known of a model before it is built, and what its routed experts run as.
 
 SGLang decides "is this FP4?" once, for target and draft alike, and not at all for object storage. Setting the one
 attribute that all its readers look at, before a layer is created, makes it allocate what our stream will deliver.
@@ -6,36 +6,55 @@ attribute that all its readers look at, before a layer is created, makes it allo
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
-from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.dialects import DIALECTS
 from sglang_dsv4.checkpoint.index import Checkpoint
-from sglang_dsv4.checkpoint.layout import Layout, detect_layout
+from sglang_dsv4.checkpoint.layout import Layout
 from sglang_dsv4.decisions.decide import Flags
 from sglang_dsv4.decisions.fp4 import ExpertDecision
 from sglang_dsv4.decisions.gather import experts_of
+from sglang_dsv4.decisions.hf_config import held_at
 from sglang_dsv4.decisions.parallel import pads
+from sglang_dsv4.decisions.quantization import Held
 from sglang_dsv4.models.loading.plan import block_of
 from sglang_dsv4.models.loading.wiring import Kind
+from sglang_dsv4.stream.select import Part
 
 
-def prepare(quant_config: Any, kind: Kind) -> ExpertDecision:
-    """Decide for the model that is about to be built, from its own tensors and the flags; set the config accordingly.
+class Known(NamedTuple):
+    """What the checkpoint's headers and the flags say of one model.
+
+    held: the checkpoint. experts: what its routed experts run as. widths: of an expert on disk and in SGLang. own:
+    which of embedding and head the draft brings itself.
+    """
+
+    held: Held
+    experts: ExpertDecision
+    widths: tuple[int, int]
+    own: frozenset[Part]
+
+
+def prepare(config: Any, quant_config: Any, kind: Kind) -> Known:
+    """Decide for the model that is about to be built, from its own tensors and the flags; set both configs accordingly.
 
     Raises RefusedError where the truth table refuses, LayoutError and its kin where the checkpoint cannot be read.
     """
-    config, layout = layout_at(model_path(kind))
-    decision = experts_of(layout, config, "target" if kind == "target" else "draft", Flags.read())
+    held = held_at(model_path(kind))
+    decision = experts_of(held.layout, held.config, "target" if kind == "target" else "draft", Flags.read())
     if decision.refusal is not None:
         raise decision.refusal.error()
     if hasattr(quant_config, "is_fp4_experts"):
         quant_config.is_fp4_experts = decision.runs == "fp4"
-    return decision
+    own = frozenset(_own_vocabulary(held.layout)) if kind != "target" else frozenset()
+    return Known(held, decision, _widths(config, quant_config, held), own)
 
 
-def widths(config: Any, quant_config: Any, kind: Kind) -> tuple[int, int]:
+def _own_vocabulary(layout: Layout) -> list[Part]:
+    return [*(["embed"] if layout.own_embedding else []), *(["head"] if layout.own_head else [])]  # type: ignore[list-item]
+
+
+def _widths(config: Any, quant_config: Any, held: Held) -> tuple[int, int]:
     """Width of an expert on disk and in SGLang; `config.moe_intermediate_size` is raised to the second.
 
     SGLang wants every rank's part of a block-FP8 expert to be whole blocks (srt/layers/quantization/fp8.py:1588, :606).
@@ -43,7 +62,7 @@ def widths(config: Any, quant_config: Any, kind: Kind) -> tuple[int, int]:
     """
     from sglang.srt.runtime_context import get_parallel
 
-    stored = layout_at(model_path(kind))[0]["I"]
+    stored = held.config["I"]
     parallel = get_parallel()
     split = parallel.tp_size if pads(parallel.tp_size, parallel.moe_tp_size) else 1
     unit = split * max(block_of(quant_config)) if hasattr(quant_config, "weight_block_size") else 1
@@ -57,13 +76,6 @@ def model_path(kind: Kind) -> str:
 
     arguments = get_server_args()
     return (arguments.speculative_draft_model_path if kind != "target" else None) or arguments.model_path
-
-
-@functools.lru_cache(maxsize=4)
-def layout_at(path: str) -> tuple[ModelConfigFacts, Layout]:
-    """Config and layout of a checkpoint, read once per process."""
-    checkpoint = Checkpoint.open(path)
-    return checkpoint.config, detect_layout(checkpoint)
 
 
 def native_shapes(path: str) -> dict[str, tuple[int, ...]]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_dsv4.checkpoint.modules import KINDS, Kind
 from sglang_dsv4.decisions.fp4 import ExpertDecision
 from sglang_dsv4.models.loading.proof import kept_experts
-from sglang_dsv4.models.loading.wiring import Wiring, expert_name
+from sglang_dsv4.models.loading.wiring import Wiring, expert_name, is_wo_a
 from sglang_dsv4.stream.select import Share
 from sglang_dsv4.stream.shard import Cut
-from sglang_dsv4.stream.wo_a import is_wo_a
 
 if TYPE_CHECKING:
     import torch
@@ -31,22 +32,25 @@ class Part(NamedTuple):
 class Plan:
     """One load of one model.
 
-    share: what this rank keeps. experts: what the routed experts run as. converts_wo_a: whether that stage runs. block:
-    (rows, columns) of one FP8 block scale. wo_a_parts, expert_parts: module path -> this rank's part, of the modules
-    whose tensors are cut before the conversion; they take them as already sharded. stored, held: width of an expert on
-    disk and in SGLang; it holds more where the parts would not end on a block, the rest being zeros.
+    share: what this rank keeps. experts: what the routed experts run as. unquantised: native names of the linears that
+    SGLang holds in BF16. block: (rows, columns) of one FP8 block scale. wo_a_parts, expert_parts: module path -> this
+    rank's part, of the modules whose tensors are cut before the conversion; they take them as already sharded. stored,
+    held: width of an expert on disk and in SGLang; it holds more where the parts would not end on a block, the rest
+    being zeros. heads: attention heads of the model. lends_head: whether the embedding fills the head's parameter too.
     """
 
     wiring: Wiring
     share: Share
     experts: ExpertDecision
-    converts_wo_a: bool
+    unquantised: frozenset[str]
     block: tuple[int, int]
     wo_a_parts: dict[str, Part]
     expert_parts: dict[str, Part]
     stored: int
     held: int
     fuses_shared: bool
+    heads: int
+    lends_head: bool
 
     @property
     def converts_experts(self) -> bool:
@@ -76,19 +80,21 @@ def make_plan(model: Any, wiring: Wiring) -> Plan:
     """Read the plan off a built model, before any of its weights is loaded."""
     modules = dict(model.named_modules())
     block = block_of(model.quant_config)
-    converts_wo_a = not getattr(model, "wo_a_fp8", False)
-    stored, held = model.expert_widths
+    stored, held = model.known.widths
+    share = _share(model, wiring, modules)
     return Plan(
         wiring=wiring,
-        share=_share(model, wiring, modules),
-        experts=model.expert_decision,
-        converts_wo_a=converts_wo_a,
+        share=share,
+        experts=model.known.experts,
+        unquantised=frozenset(_unquantised(modules, wiring, share.layers)),
         block=block,
-        wo_a_parts=_wo_a_parts(modules, block) if converts_wo_a else {},
-        expert_parts=_expert_parts(modules) if model.expert_decision.converts or stored != held else {},
+        wo_a_parts={} if getattr(model, "wo_a_fp8", False) else _wo_a_parts(modules, block),
+        expert_parts=_expert_parts(modules) if model.known.experts.converts or stored != held else {},
         stored=stored,
         held=held,
         fuses_shared=getattr(model, "num_fused_shared_experts", 0) > 0,
+        heads=model.config.num_attention_heads,
+        lends_head=share.tied and share.last_stage and model.lm_head is not getattr(model.model, "embed_tokens", None),
     )
 
 
@@ -125,13 +131,28 @@ def _share(model: Any, wiring: Wiring, modules: dict[str, torch.nn.Module]) -> S
         if kept is not None:
             experts[f"{wiring.native}.{number}"] = frozenset(kept)
     stage = getattr(model, "pp_group", None) if wiring.kind == "target" else None
+    held = model.known.held
     return Share(
         kind=wiring.kind,
         layers=_layers(model, wiring),
         first_stage=stage is None or stage.is_first_rank,
         last_stage=stage is None or stage.is_last_rank,
         experts=experts,
+        own=model.known.own,
+        tied=wiring.kind == "target" and (held.config.tie_word_embeddings or not held.view.place("head")),
+        confidence=getattr(model, "confidence_head", None) is not None,
     )
+
+
+def _unquantised(modules: dict[str, torch.nn.Module], wiring: Wiring, layers: range) -> Iterator[str]:
+    """Native names of the linears whose module holds a weight of more than one byte per element."""
+    places = [place for place, kind in KINDS.items() if kind is Kind.LINEAR and place.startswith(f"{wiring.native}.*.")]
+    for place, layer in product(places, layers):
+        native = place.replace("*", str(layer), 1)
+        module = next((modules[path] for path in wiring.holders(native) if path in modules), None)
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.element_size() > 1:
+            yield native
 
 
 def _layers(model: Any, wiring: Wiring) -> range:

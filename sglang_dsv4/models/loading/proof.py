@@ -35,9 +35,18 @@ Part = tuple[int | None, str | int | None]
 """(expert number, shard id) of one write; (None, None) for a parameter that is written whole."""
 
 
-def may_stay_unwritten(name: str, kind: Kind) -> bool:
-    """Whether a parameter of this class is listed in NOT_FROM_THE_CHECKPOINT."""
-    return any(part in name and kind in kinds for part, kinds, _ in NOT_FROM_THE_CHECKPOINT)
+VOCABULARY = {"embed": "embed_tokens.weight", "head": "lm_head.weight"}
+
+
+def may_stay_unwritten(model: Any, name: str, kind: Kind) -> bool:
+    """Whether a parameter of this class is listed in NOT_FROM_THE_CHECKPOINT, and the checkpoint has none for it."""
+    listed = any(part in name and kind in kinds for part, kinds, _ in NOT_FROM_THE_CHECKPOINT)
+    return listed and not is_own(model, name)
+
+
+def is_own(model: Any, name: str) -> bool:
+    """Whether a parameter is the embedding or head that a draft brings itself, and so is not lent it."""
+    return any(name.endswith(VOCABULARY[part]) for part in model.known.own)
 
 
 class WriteProof:
@@ -100,7 +109,7 @@ class WriteProof:
         holes: list[str] = []
         modules = dict(self._model.named_modules())
         for name in self._parameters:
-            if may_stay_unwritten(name, self._kind):
+            if may_stay_unwritten(self._model, name, self._kind):
                 continue
             owner, _, leaf = name.rpartition(".")
             expected = _expected_parts(modules.get(owner), leaf)

@@ -110,7 +110,9 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
     plan = getattr(model, "loading_plan", None)
     kind = plan().wiring.kind if plan is not None else None
     parameters = sorted(model.named_parameters())
-    return {name: digest(value) for name, value in parameters if kind is None or not may_stay_unwritten(name, kind)}
+    skipped = (name for name, _ in parameters if kind is not None and may_stay_unwritten(model, name, kind))
+    left_out = frozenset(skipped)
+    return {name: digest(value) for name, value in parameters if name not in left_out}
 
 
 def _device() -> str:

@@ -21,7 +21,7 @@ class LoadReport:
 
     read, read_bytes: tensors that came out of the source and their bytes. shards_opened of shards_total. skipped:
     reason -> tensors not read or not used. planned: tensors that the headers say will come, 0 where nothing is known
-    before.
+    before. fallbacks: a line for everything that stands in for something else.
     """
 
     model: str
@@ -32,12 +32,14 @@ class LoadReport:
     read: int = 0
     read_bytes: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    wo_a: Ledger = field(default_factory=Ledger)
+    stacks: Ledger = field(default_factory=Ledger)
+    expanded: Ledger = field(default_factory=Ledger)
     experts: Ledger = field(default_factory=Ledger)
     shared: Ledger = field(default_factory=Ledger)
     rounding: dict[str, Rounding] = field(default_factory=dict)
     in_flight_peak: int = 0
     decisions: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def count(self, stream: Stream) -> Iterator[Named]:
@@ -59,7 +61,7 @@ class LoadReport:
     @property
     def held_peak(self) -> int:
         """Upper bound of what the stages cloned at any one time."""
-        return self.wo_a.peak + self.experts.peak + self.shared.peak
+        return self.stacks.peak + self.expanded.peak + self.experts.peak + self.shared.peak
 
     def lines(self) -> list[str]:
         """A few plain lines for the server's log and the command line."""
@@ -69,7 +71,7 @@ class LoadReport:
             f"{self.model}: read {self.read} tensors, {self.read_bytes / 1e9:.3f} GB in {total:.2f} s ({rate:.2f} GB/s)"
             f" from {self.source or 'a stream'}"
             + (f", {self.shards_opened} of {self.shards_total} shards" if self.shards_total else ""),
-            f"converted {self.wo_a.pairs} wo_a to BF16 and {self.experts.pairs} experts' projections to FP8; "
+            f"converted {self.expanded.pairs} linears to BF16 and {self.experts.pairs} experts' projections to FP8; "
             f"held at most {self.held_peak / 2**20:.1f} MiB of halves, {self.in_flight_peak / 2**20:.1f} MiB of copies",
         ]
         lines += [f"skipped {count} tensors: {reason}" for reason, count in sorted(self.skipped.items())]
@@ -77,7 +79,7 @@ class LoadReport:
             f"rounded {item.values} values of {name}, worst relative error {item.worst_relative_error:.3g}"
             for name, item in self.rounding.items()
         ]
-        return [*self.decisions, *lines]
+        return [*self.decisions, *self.fallbacks, *lines]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -87,7 +89,7 @@ class LoadReport:
             "tensors_read": self.read,
             "bytes_read": self.read_bytes,
             "skipped": dict(self.skipped),
-            "converted": {"wo_a": self.wo_a.pairs, "experts": self.experts.pairs},
+            "converted": {"linears": self.expanded.pairs, "experts": self.experts.pairs},
             "rounding": {
                 name: {"blocks": item.blocks, "values": item.values, "worst_relative_error": item.worst_relative_error}
                 for name, item in self.rounding.items()
@@ -96,4 +98,5 @@ class LoadReport:
             "in_flight_peak_bytes": self.in_flight_peak,
             "seconds": {stage: round(value, 4) for stage, value in self.seconds.items()},
             "decisions": self.decisions,
+            "fallbacks": self.fallbacks,
         }

@@ -21,12 +21,15 @@ from sglang_dsv4.models.loading.wiring import Wiring
 from sglang_dsv4.numerics.backend import cpu_threads
 from sglang_dsv4.stream.audit import audit
 from sglang_dsv4.stream.bounded import BoundedPool
+from sglang_dsv4.stream.expand import expand
 from sglang_dsv4.stream.experts import experts_to_fp8, shared_experts_in_pairs
+from sglang_dsv4.stream.fallbacks import tied_head
 from sglang_dsv4.stream.progress import progress
 from sglang_dsv4.stream.rename import rename
+from sglang_dsv4.stream.respell import respell_experts
 from sglang_dsv4.stream.select import select
 from sglang_dsv4.stream.shard import shard
-from sglang_dsv4.stream.wo_a import dequantize_wo_a
+from sglang_dsv4.stream.unstack import unstack
 
 if TYPE_CHECKING:
     import torch
@@ -90,10 +93,13 @@ def unplanned(weights: Stream, plan: Plan, report: LoadReport) -> Stream:
 
 
 def stages(stream: Stream, plan: Plan, report: LoadReport) -> Stream:
-    """The pipeline of this load, as a lazy stream of native names: cut, then convert."""
+    """The pipeline of this load, as a lazy stream of native names: one form for all, cut, convert."""
+    share = plan.share
+    if plan.lends_head:
+        stream = tied_head(stream, keep_embedding=share.first_stage)
+    stream = respell_experts(unstack(stream, lambda name: share.reason_to_skip(name) is None, report.stacks))
     stream = shard(stream, plan.cut)
-    if plan.converts_wo_a:
-        stream = dequantize_wo_a(stream, plan.block, report.wo_a)
+    stream = expand(stream, plan.unquantised.__contains__, plan.block, report.expanded)
     if plan.converts_experts:
         stream = experts_to_fp8(
             stream,

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.expected import compare
-from sglang_dsv4.checkpoint.headers import TensorInfo
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import detect_layout
 from sglang_dsv4.checkpoint.view import NativeView
 from sglang_dsv4.errors import PREFIX, StorageError
+from sglang_dsv4.models.loading.fallbacks import STRAY_SCALE, absent_sinks_of, fallback_lines, stray_scales
 from sglang_dsv4.models.loading.report import LoadReport
+from sglang_dsv4.stream.fallbacks import absent_sinks
 
 if TYPE_CHECKING:
     from sglang_dsv4.models.loading.plan import Plan
@@ -70,14 +71,20 @@ class Source:
         native = self._native_names(plan, report)
         draft = plan.share.kind != "target"
         infos = self.checkpoint.select(self.checkpoint.shards_for(lambda name: is_draft(name) == draft))
-        self._require_complete(infos, draft)
+        view = NativeView((info for info in infos.values() if is_draft(info.name) == draft), self.checkpoint.dialect)
+        self._require_complete(view)
+        for name in stray_scales(view):
+            if native.pop(name, None) is not None:
+                report.skipped[STRAY_SCALE] += 1
+        sinks = absent_sinks_of(view, plan)
+        report.fallbacks += fallback_lines(view, self.checkpoint.config, plan, sinks)
         wanted: dict[str, list[str]] = {}
         for name in sorted(native.keys() & infos.keys(), key=lambda name: (infos[name].shard, infos[name].start)):
             wanted.setdefault(infos[name].shard, []).append(name)
         report.source = self.label
         report.shards_opened, report.shards_total = len(wanted), len(self.checkpoint.shards)
         report.planned = sum(map(len, wanted.values()))
-        return ((native[name], tensor) for name, tensor in self._read(wanted))
+        return absent_sinks(((native[name], tensor) for name, tensor in self._read(wanted)), sinks, plan.heads)
 
     def _native_names(self, plan: Plan, report: LoadReport) -> dict[str, str]:
         """Name in the file -> native name of every tensor that the share keeps; the rest is counted as skipped."""
@@ -95,9 +102,8 @@ class Source:
                 report.skipped[reason] += 1
         return kept
 
-    def _require_complete(self, infos: dict[str, TensorInfo], draft: bool) -> None:
+    def _require_complete(self, view: NativeView) -> None:
         """Compare this half of the checkpoint (target or draft), all its stages, with the model of its config."""
-        view = NativeView((info for info in infos.values() if is_draft(info.name) == draft), self.checkpoint.dialect)
         completeness = compare(view, self.checkpoint.config, detect_layout(view, self.checkpoint.config))
         if envs.STRICT.get():
             completeness.raise_if_incomplete(self.checkpoint.storage.uri)

@@ -18,6 +18,23 @@ MODULES = {"attn": "self_attn", "ffn": "mlp"}
 EXPERT_PARAMETERS = {"w1": "w13", "w2": "w2", "w3": "w13"}
 """Projection -> the fused parameter that holds it; the projection is also SGLang's shard id."""
 
+FUSED = {
+    "wq_a": "wqkv_a",
+    "wkv": "wqkv_a",
+    "compressor.wkv": "compressor.wkv_gate",
+    "compressor.wgate": "compressor.wkv_gate",
+    "shared_experts.w1": "shared_experts.gate_up_proj",
+    "shared_experts.w3": "shared_experts.gate_up_proj",
+    "shared_experts.w2": "shared_experts.down_proj",
+}
+"""Last parts of a native linear -> the module that holds it, where SGLang fuses two or names it otherwise."""
+
+BESIDE_THE_DECODER = {"e_proj": "model.e_proj", "h_proj": "model.h_proj"}
+"""NextN's two projections -> their modules, one level above its layer."""
+
+VOCABULARY = {"emb.tok_emb": "embed", "embed": "embed", "head": "head"}
+"""A draft's own embedding and head, below its stage -> which of the two it is."""
+
 EXPERT_LEAVES = {"scale": "weight_scale_inv"}
 """Native leaf of an expert tensor -> parameter leaf; others keep their name."""
 
@@ -38,6 +55,8 @@ class Wiring:
     kind: Kind
     native: str
     module: str
+    embedding: str
+    head: str = "lm_head"
 
     def path(self, native: str) -> str | None:
         """Module path of a tensor or module below a layer: "layers.3.attn.wo_a" -> "model.layers.3.self_attn.wo_a".
@@ -49,10 +68,32 @@ class Wiring:
             return None
         return ".".join([self.module.format(rest[0]), *(MODULES.get(part, part) for part in rest[1:])])
 
+    def holders(self, native: str) -> list[str]:
+        """Modules that may hold a native linear: fused ones first, since the others then do not exist."""
+        path = self.path(native)
+        if path is None:
+            return []
+        ends = (part for part in FUSED if path.endswith(f".{part}"))
+        fused = [path.removesuffix(part) + FUSED[part] for part in sorted(ends, key=len, reverse=True)[:1]]
+        beside = BESIDE_THE_DECODER.get(native.rpartition(".")[2]) if self.kind == "nextn" else None
+        return [*fused, path, *([beside] if beside else [])]
 
-TARGET = Wiring("target", "layers", "model.layers.{}")
-NEXTN = Wiring("nextn", "mtp", "model.decoder")
-DSPARK = Wiring("dspark", "mtp", "stages.{}")
+    def vocabulary(self, native: str) -> str | None:
+        """The parameter of a draft's own embedding or head: "mtp.0.head.weight" -> "lm_head.weight"; else None."""
+        root, _, rest = native.removesuffix(".weight").partition(".")
+        which = VOCABULARY.get(rest.partition(".")[2]) if root == self.native == "mtp" else None
+        return None if which is None else f"{self.embedding if which == 'embed' else self.head}.weight"
+
+
+TARGET = Wiring("target", "layers", "model.layers.{}", "model.embed_tokens")
+NEXTN = Wiring("nextn", "mtp", "model.decoder", "model.embed_tokens")
+DSPARK = Wiring("dspark", "mtp", "stages.{}", "embed_tokens")
+
+
+def is_wo_a(name: str) -> bool:
+    """Whether `name` is a tensor of a `wo_a` projection, by whole path parts."""
+    parts = name.split(".")
+    return len(parts) >= 2 and parts[-2] == "wo_a"
 
 
 def expert_name(name: str) -> ExpertName | None:
