@@ -68,12 +68,12 @@ class Conversion(NamedTuple):
     """What the stream changes.
 
     fp8_block   edge of the FP8 blocks that packed FP4 experts become; None leaves them packed
-    bf16_wo_a   FP8 wo_a becomes BF16
+    expanded    places that become BF16 where they are quantised, and formats of which every linear does
     width       what the width of an expert is padded to; None leaves it
     """
 
     fp8_block: int | None = None
-    bf16_wo_a: bool = False
+    expanded: frozenset[str | Format] = frozenset()
     width: int | None = None
 
 
@@ -151,6 +151,7 @@ class _Measure:
     def _weights(self, place: str, parts: Parts) -> Weights:
         inner = place.removeprefix(_LAYERS).removeprefix(_STAGES)
         rule = classify({role(suffix): info.dtype for suffix, info in parts.items()})
+        kind = KINDS.get(place)
         main = weight_role(rule) if rule else "weight"
         packed = (rule.per_weight or 8) if rule else 1
         parameters = nbytes = 0
@@ -158,14 +159,14 @@ class _Measure:
         for suffix, info in parts.items():
             count = math.prod(shapes[suffix])
             nbytes += count * DTYPE_BITS[info.dtype] // 8
-            if suffix == main or (suffix == "" and KINDS.get(place) is not Kind.IDS):
+            if suffix == main or (suffix == "" and kind is not Kind.IDS):
                 parameters += count * packed
         form = rule.format if rule else None
-        if KINDS.get(place) is Kind.EXPERT and form in _FP4 and self.conversion.fp8_block:
+        if kind is Kind.EXPERT and form in _FP4 and self.conversion.fp8_block:
             rows, columns = shapes[main][0], shapes[main][1] * packed
             edge = self.conversion.fp8_block
             nbytes = rows * columns + -(-rows // edge) * -(-columns // edge)
-        elif inner == "attn.wo_a" and form is Format.FP8 and self.conversion.bf16_wo_a:
+        elif kind is Kind.LINEAR and form is not Format.BF16 and self.conversion.expanded & {inner, form}:
             nbytes = parameters * 2
         return Weights(parameters, nbytes)
 

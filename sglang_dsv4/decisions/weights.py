@@ -5,11 +5,25 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sglang_dsv4 import envs
+from sglang_dsv4.checkpoint.formats import Format
 from sglang_dsv4.checkpoint.sizes import Conversion, Spread, Weights, draft_per_rank, target_per_stage
 from sglang_dsv4.decisions.decide import Decision, Inputs
 from sglang_dsv4.decisions.launch import Files
 from sglang_dsv4.decisions.moe_names import CUDA
 from sglang_dsv4.decisions.parallel import EP_SPANS_TP
+
+UNQUANTISED: frozenset[str | Format] = frozenset(
+    {
+        "attn.compressor.wkv",
+        "attn.compressor.wgate",
+        "attn.indexer.weights_proj",
+        "attn.indexer.compressor.wkv",
+        "attn.indexer.compressor.wgate",
+        Format.NVFP4_CT,
+    }
+)
+"""What SGLang holds in BF16 however it is stored (srt/layers/attention/dsv4/compressor.py:68, indexer.py:1191), and the
+format of shared experts that the stream expands."""
 
 
 class RankWeights(NamedTuple):
@@ -52,20 +66,20 @@ def wo_a_of_launch(inputs: Inputs) -> WoA:
 def rank_weights(files: Files, inputs: Inputs, decision: Decision) -> RankWeights:
     """Parameters and bytes of weights per rank, of a launch that was not refused."""
     spread = _spread(inputs)
-    bf16_wo_a = inputs.wo_a == "fp8" and wo_a_of_launch(inputs).runs == "bf16"
+    expanded = UNQUANTISED | ({"attn.wo_a"} if wo_a_of_launch(inputs).runs == "bf16" else set())
     inspection = files.target
     target = target_per_stage(
         inspection.view,
         inspection.checkpoint.config,
         spread,
-        _conversion(inputs, decision.target is not None and decision.target.experts.converts, bf16_wo_a),
+        _conversion(inputs, decision.target is not None and decision.target.experts.converts, expanded),
     )
     if decision.draft is None:
         return RankWeights(target, None)
-    # SGLang's DSpark has no FP8 wo_a.
-    bf16_wo_a = bf16_wo_a or inputs.speculation.algorithm == "DSPARK"
+    if inputs.speculation.algorithm == "DSPARK":  # has no FP8 wo_a
+        expanded |= {"attn.wo_a"}
     inspection = files.draft or files.target
-    conversion = _conversion(inputs, decision.draft.experts.converts, bf16_wo_a)
+    conversion = _conversion(inputs, decision.draft.experts.converts, expanded)
     return RankWeights(target, draft_per_rank(inspection.view, inspection.checkpoint.config, spread, conversion))
 
 
@@ -84,8 +98,8 @@ def _spread(inputs: Inputs) -> Spread:
     )
 
 
-def _conversion(inputs: Inputs, converts: bool, bf16_wo_a: bool) -> Conversion:
+def _conversion(inputs: Inputs, converts: bool, expanded: frozenset[str | Format]) -> Conversion:
     edge = max(inputs.sizes.block) if inputs.sizes.block else 128
     unit = inputs.ranks.tp * edge
     width = -(-inputs.sizes.moe_intermediate // unit) * unit if inputs.padded and inputs.sizes.block else None
-    return Conversion(edge if converts else None, bf16_wo_a, width)
+    return Conversion(edge if converts else None, expanded, width)

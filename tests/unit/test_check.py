@@ -376,3 +376,26 @@ def test_the_older_spelling_of_data_parallel_attention(run, mtp, monkeypatch):
     assert older["ok"]
     assert older["launch"] == run.json(mtp, *sizes, "--attn-dp-size", 2)["launch"]
     assert "--attn-dp-size 2" in older["launch"]
+
+
+@pytest.mark.parametrize("layout", ["native_base_fp8", "ct_redhat_nvfp4_fp8"])
+def test_what_sglang_holds_unquantised_is_counted_as_bf16(run, tmp_path, layout):
+    draft = grammar.groups(layout)[-1]
+    spec = grammar.expand(layout, "tiny_flash", draft)
+    folder = grammar.write(tmp_path / "v4", spec, grammar.config(layout, "tiny_flash", draft))
+    target, scales = part(spec, draft=False), (".scale", "_scale")
+    grown = 0
+    for module in {name.rpartition(".")[0] for name in target if name.endswith(scales)}:
+        if not any(place in module for place in ("compressor", "weights_proj", "attn.wo_a", "shared_experts")):
+            continue
+        parts = {name: value for name, value in target.items() if name.rpartition(".")[0] == module}
+        packed = f"{module}.weight_packed" in parts
+        if "shared_experts" in module and not packed:
+            continue
+        [weight] = [shape for name, (_, shape) in parts.items() if name.endswith((".weight", ".weight_packed"))]
+        grown += math.prod(weight) * (4 if packed else 2) - grammar.nbytes(parts)
+    report = run.json(folder, arch="sm90")
+    assert report["refusals"] == []
+    [stage] = report["weights"]["per_rank"]["target_by_pipeline_stage"]
+    assert stage["nbytes"] == grammar.nbytes(target) + grown
+    assert grown > 0
