@@ -152,7 +152,7 @@ def decide(inputs: Inputs) -> Decision:
         known = {(refusal.code, refusal.what) for refusal in refusals}
         refusals += [_of_draft(refusal) for refusal in found if (refusal.code, refusal.what) not in known]
     models = [model for model in (target, draft) if model is not None]
-    environment = fp4.write_back(model.experts for model in models) if models else {}
+    environment = fp4.write_back((model.experts for model in models), inputs.draft) if models else {}
     if inputs.wo_a == "bf16" and inputs.flags.wo_a is None:
         environment[envs.FP8_WO_A.name] = "0"
     return Decision(

@@ -191,14 +191,17 @@ def decide_experts(role: Role, facts: ExpertFacts, experts: bool | None, dequant
     return ExpertDecision(role, stored, row.runs, _signed(by, experts, dequant), note=_note(role, facts, dequant, row))
 
 
-def write_back(decisions: Iterable[ExpertDecision]) -> dict[str, str]:
+def write_back(decisions: Iterable[ExpertDecision], draft: ExpertFacts | None = None) -> dict[str, str]:
     """The environment that makes a child process, which decides again, decide the same.
 
     DEQUANT is written as what happens: 1 if anything is converted, else 0. EXPERTS is written only when target and
-    draft agree, since one flag speaks of both.
+    draft agree, since one flag speaks of both; `draft` is one that lies in the checkpoint, loaded or not.
     """
     decided = list(decisions)
-    four_bit = {decision.stored in ("fp4", "nvfp4") for decision in decided}
+    stored = [decision.stored for decision in decided]
+    if draft is not None and draft.header != "unknown":
+        stored.append(draft.header)
+    four_bit = {experts in ("fp4", "nvfp4") for experts in stored}
     written = {envs.FP4_DEQUANT.name: str(int(any(decision.converts for decision in decided)))}
     if len(four_bit) == 1:
         written[envs.FP4_EXPERTS.name] = str(int(four_bit.pop()))

@@ -33,27 +33,49 @@ TENSOR_SCALE = "weight_scale_2"
 def respell_experts(stream: Stream) -> Iterator[Named]:
     """Routed experts as SGLang's V4 classes take them: `weight` + `scale` (FP4, FP8), or ModelOpt's four of NVFP4.
 
-    Raises NumericsError for a tensor scale that has no reciprocal, StreamError where w1 and w3 of one NVFP4 expert have
-    different ones: SGLang keeps the two in one parameter and would take w1's for both.
+    Raises NumericsError for a tensor scale that has no reciprocal.
     """
     import torch
 
-    waiting: dict[str, float] = {}
     for name, tensor in stream:
-        parts = name.split(".")
-        if len(parts) != 7 or parts[2:4] != ["ffn", "experts"] or parts[5] not in PROJECTIONS:
+        if _projection(name) is None:
             yield name, tensor
             continue
         module, _, leaf = name.rpartition(".")
         if leaf in SCALE_SUFFIXES and tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):
             yield f"{module}.scale", tensor.view(torch.float8_e8m0fnu)
-            continue
-        if leaf in RECIPROCALS:
-            tensor = _reciprocal(name, tensor)
-        leaf = LEAVES.get(leaf, leaf)
-        if leaf == TENSOR_SCALE and parts[5] != "w2":
-            _require_equal(waiting, module, tensor)
-        yield f"{module}.{leaf}", tensor
+        else:
+            yield f"{module}.{LEAVES.get(leaf, leaf)}", _reciprocal(name, tensor) if leaf in RECIPROCALS else tensor
+
+
+def equal_pair_scales(stream: Stream) -> Iterator[Named]:
+    """Pass everything; StreamError where w1 and w3 of one NVFP4 expert have different tensor scales.
+
+    For a MoE runner that keeps one for both: under Marlin, SGLang takes w1's and only warns
+    (srt/layers/quantization/modelopt_quant.py:2747 of 0.5.23).
+    """
+    waiting: dict[str, float] = {}
+    for name, tensor in stream:
+        if name.endswith(f".{TENSOR_SCALE}") and _projection(name) in ("w1", "w3"):
+            expert, value = name.rsplit(".", 2)[0], float(tensor)
+            first = waiting.pop(expert, None)
+            if first is None:
+                waiting[expert] = value
+            elif first != value:
+                raise StreamError(
+                    f"{expert}: w1 and w3 have different NVFP4 tensor scales",
+                    found=f"{first!r} and {value!r}",
+                    expected="one for both, which Marlin multiplies as one",
+                    remedy="Use another --moe-runner-backend, or quantise again with one scale for the pair.",
+                )
+        yield name, tensor
+
+
+def _projection(name: str) -> str | None:
+    """w1, w2 or w3 for a tensor of a routed expert; None for anything else."""
+    parts = name.split(".")
+    is_expert = len(parts) == 7 and parts[2:4] == ["ffn", "experts"] and parts[5] in PROJECTIONS
+    return parts[5] if is_expert else None
 
 
 def _reciprocal(name: str, scale: torch.Tensor) -> torch.Tensor:
@@ -66,17 +88,3 @@ def _reciprocal(name: str, scale: torch.Tensor) -> torch.Tensor:
             remedy="The tensor is damaged: download the shard again, or quantise again.",
         )
     return scale.reciprocal()
-
-
-def _require_equal(waiting: dict[str, float], module: str, scale: torch.Tensor) -> None:
-    expert, value = module.rpartition(".")[0], float(scale)
-    first = waiting.pop(expert, None)
-    if first is None:
-        waiting[expert] = value
-    elif first != value:
-        raise StreamError(
-            f"{expert}: w1 and w3 have different NVFP4 tensor scales",
-            found=f"{first!r} and {value!r}",
-            expected="one for both, which share a parameter in SGLang",
-            remedy="Quantise again with one scale for the fused pair.",
-        )

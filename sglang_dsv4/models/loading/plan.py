@@ -37,6 +37,7 @@ class Plan:
     rank's part, of the modules whose tensors are cut before the conversion; they take them as already sharded. stored,
     held: width of an expert on disk and in SGLang; it holds more where the parts would not end on a block, the rest
     being zeros. heads: attention heads of the model. lends_head: whether the embedding fills the head's parameter too.
+    one_pair_scale: whether w1 and w3 of an NVFP4 expert have to share their tensor scale.
     """
 
     wiring: Wiring
@@ -51,6 +52,7 @@ class Plan:
     fuses_shared: bool
     heads: int
     lends_head: bool
+    one_pair_scale: bool
 
     @property
     def converts_experts(self) -> bool:
@@ -94,8 +96,15 @@ def make_plan(model: Any, wiring: Wiring) -> Plan:
         held=held,
         fuses_shared=getattr(model, "num_fused_shared_experts", 0) > 0,
         heads=model.config.num_attention_heads,
+        one_pair_scale=model.known.experts.runs == "nvfp4" and _runs_marlin(),
         lends_head=share.tied and share.last_stage and model.lm_head is not getattr(model.model, "embed_tokens", None),
     )
+
+
+def _runs_marlin() -> bool:
+    from sglang.srt.layers.moe import get_moe_runner_backend
+
+    return get_moe_runner_backend().is_marlin()
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from sglang_dsv4.stream.experts import experts_to_fp8, shared_experts_in_pairs
 from sglang_dsv4.stream.fallbacks import tied_head
 from sglang_dsv4.stream.progress import progress
 from sglang_dsv4.stream.rename import rename
-from sglang_dsv4.stream.respell import respell_experts
+from sglang_dsv4.stream.respell import equal_pair_scales, respell_experts
 from sglang_dsv4.stream.select import select
 from sglang_dsv4.stream.shard import shard
 from sglang_dsv4.stream.unstack import unstack
@@ -98,6 +98,8 @@ def stages(stream: Stream, plan: Plan, report: LoadReport) -> Stream:
     if plan.lends_head:
         stream = tied_head(stream, keep_embedding=share.first_stage)
     stream = respell_experts(unstack(stream, lambda name: share.reason_to_skip(name) is None, report.stacks))
+    if plan.one_pair_scale:
+        stream = equal_pair_scales(stream)
     stream = shard(stream, plan.cut)
     stream = expand(stream, plan.unquantised.__contains__, plan.block, report.expanded)
     if plan.converts_experts:
