@@ -65,8 +65,17 @@ def test_parameters_left_over_are_refused() -> None:
         reader.finish()
 
 
-@pytest.mark.parametrize("tensors", [{"a.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn)}, {}])
-def test_a_missing_scale_or_weight_is_refused(tensors: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {},
+        {"a.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn)},
+        {"a.weight": torch.zeros(2, 2, dtype=torch.int8)},
+        {"a.weight": torch.zeros(2, 2, dtype=torch.bfloat16), "a.weight_scale_inv": torch.ones(1, 1)},
+        {"a.weight": torch.zeros(2, 64, dtype=torch.int8), "a.weight_scale_inv": torch.ones(2, 3)},
+    ],
+)
+def test_a_weight_and_a_scale_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor]) -> None:
     with pytest.raises(CpuPlatformError, match=r"a\.weight"):
         Reader(tensors).values("a.weight", (128, 128))
 

@@ -15,6 +15,8 @@ from dsv4_cpu_platform.gather import CpuPlatformError
 # E2M1 (OCP Microscaling Formats 1.0, table 11): three bits of magnitude, the fourth is the sign.
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 FP4_GROUP = 32
+PACKED = (torch.int8, torch.uint8)
+QUANTISED = (*PACKED, torch.float8_e4m3fn)
 # Scales of the KV cache that every attention layer has and V4 does not use.
 IGNORED = (".attn_mqa.k_scale", ".attn_mqa.v_scale")
 
@@ -39,10 +41,10 @@ class Reader:
         """The parameter in float32, times the scale beside it where there is one. ``block``: the FP8 block size."""
         weight = self.take(name)
         scale = self.take(f"{name}_scale_inv") if self.holds(f"{name}_scale_inv") else None
-        if weight.dtype in (torch.int8, torch.uint8):
-            weight, block = unpack_e2m1(weight), (1, FP4_GROUP)
-        elif (weight.dtype == torch.float8_e4m3fn) != (scale is not None):
+        if (weight.dtype in QUANTISED) != (scale is not None):
             raise CpuPlatformError(f"{name} is {weight.dtype} {'without' if scale is None else 'with'} a scale")
+        if weight.dtype in PACKED:
+            weight, block = unpack_e2m1(weight), (1, FP4_GROUP)
         return weight.float() if scale is None else scaled(name, weight, scale, block)
 
     def finish(self) -> None:
@@ -169,8 +171,6 @@ MODEL = (
     Row("model.norm.weight", ("model.norm.weight",)),
     *(Row(f"model.hc_head_{leaf}", (f"model.hc_head.hc_{leaf}",)) for leaf in ("fn", "base", "scale")),
 )
-
-
 DRAFT = (
     Row("model.embed_tokens.weight", ("embed_tokens.weight",), vocabulary),
     Row("lm_head.weight", ("lm_head.weight",), vocabulary),

@@ -23,7 +23,6 @@ class Dsv4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     """SGLang's CPU device, declared out of tree so that no GPU or AMX kernel is chosen for it."""
 
     _enum = PlatformEnum.OOT
-    platform_name = NAME
     capabilities = PlatformCapabilities()
 
     def get_device(self, device_id: int = 0) -> str:
