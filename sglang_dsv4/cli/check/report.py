@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from sglang_dsv4.checkpoint.layout import DraftKind
@@ -110,14 +110,12 @@ def _decide(found: Report, files: Files, inputs: Inputs) -> Report:
     decision = decide(inputs)
     refused = (*found.refused, *(Refused(refusal.code, refusal.error()) for refusal in decision.refusals))
     works = inputs if decision.ok else nearest(inputs)
-    return Report(
-        found.path,
-        found.device,
-        files,
-        found.stored,
-        inputs,
+    block_by = "config.json" if files.target.checkpoint.config.quant.block else "header"
+    return replace(
+        found,
+        inputs=inputs,
         ranks=rank_weights(files, inputs, decision) if decision.ok else None,
-        decided=tuple(_decided(inputs, decision)),
+        decided=tuple(_decided(inputs, decision, block_by)),
         environment=decision.environment,
         notes=(*decision_notes(decision, files), *found.notes),
         refused=refused,
@@ -133,7 +131,7 @@ def _stored(files: Files) -> dict[str, Weights]:
     }
 
 
-def _decided(inputs: Inputs, decision: Decision) -> Iterator[Decided]:
+def _decided(inputs: Inputs, decision: Decision, block_by: str) -> Iterator[Decided]:
     for role, model in (("target", decision.target), ("draft", decision.draft)):
         if model is None:
             continue
@@ -148,4 +146,4 @@ def _decided(inputs: Inputs, decision: Decision) -> Iterator[Decided]:
         becomes = " -> bf16 in the stream" if (inputs.wo_a, wo_a.runs) == ("fp8", "bf16") else ""
         yield Decided("attn.wo_a", f"{inputs.wo_a}{becomes}", wo_a.by)
     if inputs.sizes.block is not None:
-        yield Decided("FP8 block", "x".join(map(str, inputs.sizes.block)), "config.json")
+        yield Decided("FP8 block", "x".join(map(str, inputs.sizes.block)), block_by)
