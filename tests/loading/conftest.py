@@ -7,7 +7,7 @@ from typing import Any
 import buckets
 import jobs
 import pytest
-from processes import Process, process
+from processes import Process, install_old_streamer, process
 
 from sglang_dsv4.checkpoint.tiny.config import native_config
 from sglang_dsv4.checkpoint.tiny.make import Options, make_tiny, write_model
@@ -25,6 +25,13 @@ def loader() -> Iterator[Process]:
 def keeping_loader() -> Iterator[Process]:
     """A process where the target and NextN keep `wo_a` in FP8."""
     with process(wo_a_fp8="1") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def old_streamer() -> Iterator[Process]:
+    """A process that streams with the RunAI streamer of `OLD_STREAMER`."""
+    with process(extra_path=str(install_old_streamer())) as running:
         yield running
 
 

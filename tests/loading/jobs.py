@@ -1,11 +1,12 @@
 """What runs in a loading process: SGLang is imported once there, and many loads share it."""
 
 import atexit
+import io
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,16 @@ class Loaded:
     kernel_read: int = 0
 
 
-def start(platform: str, wo_a_fp8: str, extra_path: str) -> None:
+def start(wo_a_fp8: str, extra_path: str) -> None:
     """Initialise a loading process, before SGLang is imported."""
     atexit.register(os._exit, 0)  # runs last: taking SGLang's modules apart takes seconds
-    os.environ |= {"SGLANG_PLATFORM": platform, "SGLANG_OPT_FP8_WO_A_GEMM": wo_a_fp8, "OMP_NUM_THREADS": "1"}
+    os.environ |= {"SGLANG_PLATFORM": "dsv4_cpu", "SGLANG_OPT_FP8_WO_A_GEMM": wo_a_fp8, "OMP_NUM_THREADS": "1"}
     if extra_path:
         sys.path.insert(0, extra_path)
+    import dsv4_cpu_platform
     import torch
 
+    dsv4_cpu_platform.activate()  # its flags belong to the process; those of a job go with the job
     torch.set_num_threads(1)
 
 
@@ -67,6 +70,25 @@ def load(job: Load) -> Loaded:
 
 def kernel_read() -> int:
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+@dataclass(frozen=True)
+class Said:
+    """How a command ended and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command(arguments: Sequence[str], flags: dict[str, str]) -> Said:
+    """`sglang-dsv4` with these arguments, in this process."""
+    from sglang_dsv4.cli.main import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with patch.dict(os.environ, flags), redirect_stdout(out), redirect_stderr(err):
+        code = main(arguments)
+    return Said(code, out.getvalue(), err.getvalue())
 
 
 @contextmanager
@@ -87,6 +109,36 @@ def loaded(job: Load) -> Iterator[Any]:
             yield model
 
 
+@dataclass(frozen=True)
+class Update:
+    """Tensors of a checkpoint to write into a loaded model: all of it, or only `names`."""
+
+    model: str
+    names: tuple[str, ...] = ()
+    order: str = "file"
+    postprocess: bool = False  # as SGLang's update from disk does; an update from tensors does not
+
+
+def updated(job: Load, updates: Sequence[Update]) -> Loaded:
+    """A load, then updates of its model one after the other."""
+    with loaded(job) as model:
+        for update in updates:
+            apply(update, model)
+        return result(model, job.keep)
+
+
+def apply(update: Update, model: Any) -> None:
+    import poison
+    import torch
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    stream = poison.poisoned(poison.ORDERS[update.order](tensors_of(update.model, update.names)))
+    if update.postprocess:
+        DefaultModelLoader.load_weights_and_postprocess(model, stream, torch.device("cpu"))
+    else:
+        model.load_weights(stream)
+
+
 def result(model: Any, keep: str = "") -> Loaded:
     from sglang_dsv4.models.loading.rank import digests
 
@@ -104,8 +156,8 @@ def array(tensor: Any) -> np.ndarray:
     return (tensor.float() if tensor.is_floating_point() else tensor).numpy().copy()
 
 
-def tensors_of(model: str, names: Sequence[str] = ()) -> list[tuple[str, Any]]:
-    """(name, torch tensor) of a checkpoint, read whole by safetensors; only `names` where given."""
+def tensors_of(model: str, names: Sequence[str]) -> list[tuple[str, Any]]:
+    """(name, torch tensor) of a checkpoint, read whole by safetensors; only `names` unless there are none."""
     from safetensors.torch import load_file
 
     found = {}

@@ -15,7 +15,7 @@ SCALES = ("scale", "weight_scale", "weight_scale_inv")
 
 
 def streamer(order: str) -> type:
-    """A SafetensorsStreamer class that yields in this order (one of `ORDERS`)."""
+    """A SafetensorsStreamer class that yields in this order: one of `ORDERS`, or "without NAME": it loses a tensor."""
 
     class PoisoningStreamer:
         def __init__(self) -> None:
@@ -34,7 +34,9 @@ def streamer(order: str) -> type:
                 self._tensors += load_file(path).items()
 
         def get_tensors(self) -> Iterator[tuple[str, Any]]:
-            yield from poisoned(ORDERS[order](self._tensors))
+            lost = order.removeprefix("without ") if order not in ORDERS else None
+            tensors = [item for item in self._tensors if item[0] != lost]
+            yield from poisoned(tensors if lost else ORDERS[order](tensors))
 
     return PoisoningStreamer
 

@@ -1,21 +1,14 @@
 """The real streamers, from files and from object storage: every one of them leaves the same bytes in the parameters."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import buckets
 import jobs
 import pytest
-from processes import Process, process
+from processes import OLD_STREAMER
 
 from sglang_dsv4.errors import StorageError
-
-ROOT = Path(__file__).parents[2]
-OLD_STREAMER = "0.15.7"
-"""The last minor line in which the RunAI streamer yields views of one reused buffer from Python without asking."""
 
 DEQUANT = {"SGLANG_DSV4_FP4_DEQUANT": "1"}
 STREAMED = ("--load-format", "runai_streamer")
@@ -33,18 +26,6 @@ LOCAL = {
 MEMORY_LIMITS = {"none": {}, "zero": "0", "tiny": "600000", "unlimited": "-1"}
 """Bytes of RUNAI_STREAMER_MEMORY_LIMIT: zero means a buffer of the largest tensor (tiny is little more), -1 one for
 everything."""
-
-
-@pytest.fixture(scope="session")
-def old_streamer() -> Iterator[Process]:
-    """A process with the older streamer first in its path; installed once into the checkout's cache."""
-    folder = ROOT / ".cache" / f"runai-model-streamer-{OLD_STREAMER}"
-    if not (folder / "runai_model_streamer_s3").is_dir():
-        packages = [f"runai-model-streamer{plugin}=={OLD_STREAMER}" for plugin in ("", "-s3")]
-        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *packages]
-        subprocess.run(install, check=True)
-    with process(extra_path=str(folder)) as running:
-        yield running
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,150 @@
+"""Loading into a loaded model: all of it again, another checkpoint, or a few tensors."""
+
+import jobs
+import pytest
+import shards
+from jobs import Load, Update
+
+from sglang_dsv4.errors import StreamError, UnmatchedPairError
+
+DEQUANT = {"SGLANG_DSV4_FP4_DEQUANT": "1"}
+CLASSES = {"target": "mtp", "nextn": "mtp", "dspark": "dspark"}
+
+
+def job(made, kind, flags, **how):
+    arguments = jobs.NEXTN if kind == "nextn" else ()
+    return Load(str(made(draft=CLASSES[kind])), draft=kind != "target", arguments=arguments, flags=flags, **how)
+
+
+@pytest.mark.parametrize("postprocess", [False, True], ids=["tensors", "disk"])
+@pytest.mark.parametrize("process", ["loader", "keeping_loader"], ids=["wo_a-bf16", "wo_a-fp8"])
+@pytest.mark.parametrize("flags", [{}, DEQUANT], ids=["fp4", "dequant"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_loading_again_changes_nothing_and_another_checkpoint_leaves_nothing_of_the_first(
+    request, made, kind, flags, process, postprocess
+):
+    loader = request.getfixturevalue(process)
+    first, second = (str(made(draft=CLASSES[kind], seed=seed)) for seed in (0, 1))
+    load = job(made, kind, flags)
+    alone = loader.run(jobs.load, load).digests
+    again = loader.run(jobs.updated, load, [Update(first, order="shuffled", postprocess=postprocess)])
+    assert again.digests == alone
+    other = loader.run(jobs.load, Load(second, load.draft, load.arguments, load.flags)).digests
+    replaced = loader.run(jobs.updated, load, [Update(second, order="scales first", postprocess=postprocess)])
+    assert replaced.digests == other
+    assert other != alone
+
+
+def put_back(load, update, bad):
+    """A load, an update that fails, then a good one: the digests after each of the three."""
+    with jobs.loaded(load) as model:
+        found = [jobs.result(model).digests]
+        with pytest.raises(StreamError):
+            jobs.apply(bad, model)
+        found.append(jobs.result(model).digests)
+        jobs.apply(update, model)
+        return [*found, jobs.result(model).digests]
+
+
+SOME = (
+    "layers.1.attn.wq_b.weight",
+    "layers.1.attn.wq_b.scale",
+    "layers.2.ffn.experts.3.w2.scale",
+    "layers.2.ffn.experts.3.w2.weight",
+    "layers.3.attn.wo_a.weight",
+    "layers.3.attn.wo_a.scale",
+    "norm.weight",
+)
+
+
+@pytest.mark.parametrize("process", ["loader", "keeping_loader"], ids=["wo_a-bf16", "wo_a-fp8"])
+@pytest.mark.parametrize("flags", [{}, DEQUANT], ids=["fp4", "dequant"])
+def test_a_few_tensors_change_their_parameters_alone(request, made, flags, process):
+    loader = request.getfixturevalue(process)
+    second = str(made(draft="mtp", seed=1))
+    load = job(made, "target", flags)
+    before = loader.run(jobs.load, load).digests
+    after = loader.run(jobs.updated, load, [Update(second, SOME)]).digests
+    changed = {name for name in before if after[name] != before[name]}
+    assert changed >= {"model.norm.weight", "model.layers.1.self_attn.wq_b.weight"}
+    assert {name.rpartition(".")[0] for name in changed} == {
+        "model.norm",
+        "model.layers.1.self_attn.wq_b",
+        "model.layers.2.mlp.experts",
+        "model.layers.3.self_attn.wo_a",
+    }
+    back = loader.run(jobs.updated, load, [Update(second, SOME), Update(load.model, SOME)]).digests
+    assert back == before
+
+
+@pytest.mark.parametrize("process", ["loader", "keeping_loader"], ids=["wo_a-bf16", "wo_a-fp8"])
+def test_a_refused_update_can_be_followed_by_a_good_one(request, made, tmp_path, process):
+    loader = request.getfixturevalue(process)
+    load = job(made, "target", {})
+    bad = shards.edited(made(draft="mtp"), tmp_path / "bad", shards.alter("norm.weight", shape=(128, 2)))
+    first, refused, last = loader.run(put_back, load, Update(load.model), Update(str(bad), ("norm.weight",)))
+    assert first == refused == last
+
+
+def renamed(old, new):
+    def change(files):
+        shard = shards.of(files, old)
+        shard[new] = shard.pop(old)
+
+    return change
+
+
+REFUSED = {
+    "an unknown name": (renamed("norm.weight", "norm.wait"), ("norm.wait",), StreamError, r"unexpected: norm\.wait"),
+    "a layer too many": (
+        renamed("layers.1.attn_norm.weight", "layers.7.attn_norm.weight"),
+        ("layers.7.attn_norm.weight",),
+        StreamError,
+        r"layers\.7\.attn_norm\.weight",
+    ),
+    "a wrong shape": (
+        shards.alter("layers.0.attn.q_norm.weight", shape=(64, 2)),
+        ("layers.0.attn.q_norm.weight",),
+        StreamError,
+        r"layers\.0\.attn\.q_norm\.weight: found shape \[64, 2\], expected \[128\]",
+    ),
+    "a wrong dtype": (
+        shards.alter("layers.1.attn.wq_b.weight", dtype="I8"),
+        ("layers.1.attn.wq_b.weight",),
+        StreamError,
+        "found int8; expected float8_e4m3fn",
+    ),
+    "a scale as numbers": (
+        shards.alter("layers.1.attn.wq_b.scale", dtype="U8"),
+        ("layers.1.attn.wq_b.scale",),
+        StreamError,
+        "found uint8; expected float32",
+    ),
+    "a wo_a without its scale": (
+        lambda files: None,
+        ("layers.1.attn.wo_a.weight",),
+        UnmatchedPairError,
+        r"layers\.1\.attn\.wo_a\.weight",
+    ),
+    "a scale of a wo_a alone": (
+        lambda files: None,
+        ("layers.1.attn.wo_a.scale",),
+        UnmatchedPairError,
+        r"layers\.1\.attn\.wo_a\.scale",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "names", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_an_update_is_checked(loader, made, tmp_path, change, names, error, message):
+    load = job(made, "target", {})
+    other = shards.edited(made(draft="mtp"), tmp_path / "other", change)
+    with pytest.raises(error, match=message):
+        loader.run(jobs.updated, load, [Update(str(other), names)])
+
+
+@pytest.mark.parametrize("half", ["weight", "scale"])
+def test_half_of_a_converted_expert_is_refused(loader, made, half):
+    load = job(made, "target", DEQUANT)
+    with pytest.raises(UnmatchedPairError, match=r"layers\.0\.ffn\.experts\.2\.w1"):
+        loader.run(jobs.updated, load, [Update(load.model, (f"layers.0.ffn.experts.2.w1.{half}",))])
