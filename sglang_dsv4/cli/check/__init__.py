@@ -6,6 +6,7 @@ Flags of SGLang that steer DeepSeek-V4 are read from the environment, as the ser
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 from typing import Any
@@ -32,7 +33,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    report = check(as_server_arguments(args), device(args.arch))
+    gc.disable()  # headers become a million tuples, none of them in a cycle: a fifth of the time
+    try:
+        report = check(as_server_arguments(args), device(args.arch))
+    finally:
+        gc.enable()
     if args.json:
         print(json.dumps(as_json(report), indent=1))
     else:
