@@ -35,8 +35,6 @@ def expert_facts(layout: ExpertLayout, config: ModelConfigFacts) -> ExpertFacts:
     """What the tensors and config.json say about the routed experts of the target or the draft."""
     claimed = CONFIG_EXPERTS.get(config.quant.routed_experts or config.expert_dtype or "")
     known = EXPERTS_OF.get(layout.format, "other") if layout.format is not None else "unknown"
-    if layout.stacked:  # transformers' form in memory, one tensor for all experts of a layer
-        known = "other"
     weights = [item for item in layout.evidence if "scale" not in item.name.rpartition(".")[2]]
     if not weights:
         return ExpertFacts(known, config=claimed)
