@@ -117,7 +117,7 @@ class IndexMismatchError(Dsv4Error):
 
 
 class StorageError(Dsv4Error):
-    """Object storage could not be listed or read."""
+    """Storage could not be listed, or not be read to the end of what it promises."""
 
 
 class UnknownDialectError(Dsv4Error):

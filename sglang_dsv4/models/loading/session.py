@@ -15,6 +15,7 @@ from sglang_dsv4.models.loading.direct import DirectWriter, hidden_from_upstream
 from sglang_dsv4.models.loading.experts import any_to_native, model_path, native_shapes
 from sglang_dsv4.models.loading.plan import Plan, make_plan, taking_sharded
 from sglang_dsv4.models.loading.proof import WriteProof
+from sglang_dsv4.models.loading.reload import stored_wo_a_scales
 from sglang_dsv4.models.loading.report import LoadReport
 from sglang_dsv4.models.loading.source import take_pending
 from sglang_dsv4.models.loading.wiring import Wiring
@@ -56,6 +57,7 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
     try:
         stream = source.tensors(plan, report) if source is not None else unplanned(weights, plan, report)
         with ExitStack() as stack:
+            stack.enter_context(stored_wo_a_scales(model))
             stack.enter_context(taking_sharded(model, plan))
             pool = stack.enter_context(BoundedPool(cpu_threads(), envs.QUEUE_BYTES.get()))
             stack.enter_context(proof.watching())
@@ -87,9 +89,9 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
 
 
 def unplanned(weights: Stream, plan: Plan, report: LoadReport) -> Stream:
-    """A stream whose headers we have not read (a weight update, another load format): renamed, selected, audited."""
-    named = select(rename(weights, any_to_native), plan.share, report.skipped)
-    return audit(named, native_shapes(model_path(plan.wiring.kind)))
+    """A stream whose headers we have not read (a weight update, another load format): renamed, audited, selected."""
+    known = audit(rename(weights, any_to_native), native_shapes(model_path(plan.wiring.kind)))
+    return select(known, plan.share, report.skipped)
 
 
 def stages(stream: Stream, plan: Plan, report: LoadReport) -> Stream:

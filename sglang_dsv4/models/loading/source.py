@@ -19,6 +19,7 @@ from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.expected import compare
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import detect_layout
+from sglang_dsv4.checkpoint.names import collapse
 from sglang_dsv4.checkpoint.view import NativeView
 from sglang_dsv4.errors import PREFIX, StorageError
 from sglang_dsv4.models.loading.fallbacks import STRAY_SCALE, absent_sinks_of, fallback_lines, stray_scales
@@ -84,7 +85,27 @@ class Source:
         report.source = self.label
         report.shards_opened, report.shards_total = len(wanted), len(self.checkpoint.shards)
         report.planned = sum(map(len, wanted.values()))
-        return absent_sinks(((native[name], tensor) for name, tensor in self._read(wanted)), sinks, plan.heads)
+        return absent_sinks(((native[name], tensor) for name, tensor in self._delivered(wanted)), sinks, plan.heads)
+
+    def _delivered(self, wanted: dict[str, list[str]]) -> Iterator[Named]:
+        """What the reader yields: all that is wanted, each tensor once. Raises StorageError when it is not."""
+        due = {name for names in wanted.values() for name in names}
+        for name, tensor in self._read(wanted):
+            if name not in due:
+                raise self._misread(f"{name}, which was not wanted or came before", [])
+            due.remove(name)
+            yield name, tensor
+        if due:
+            raise self._misread(f"the end, with {len(due)} tensors still to come", collapse(sorted(due)))
+
+    def _misread(self, found: str, details: list[str]) -> StorageError:
+        return StorageError(
+            f"{self.label}: the reader did not deliver what the headers promise",
+            found=found,
+            expected="every tensor of the load, once",
+            remedy="Nothing of this load is kept; try again, or another --load-format.",
+            details=details,
+        )
 
     def _native_names(self, plan: Plan, report: LoadReport) -> dict[str, str]:
         """Name in the file -> native name of every tensor that the share keeps; the rest is counted as skipped."""
