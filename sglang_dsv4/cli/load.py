@@ -13,7 +13,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.errors import RefusedError
+from sglang_dsv4.checkpoint.preflight import survey
+from sglang_dsv4.decisions.arch import detect_arch
+from sglang_dsv4.decisions.decide import Flags, decide
+from sglang_dsv4.decisions.gather import inputs_of
+from sglang_dsv4.errors import RefusedError, together
 
 CPU_PLATFORM = "dsv4_cpu"
 
@@ -45,6 +49,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_device()
+    settle_flags(args.model)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, stream=sys.stderr)
     report, found = load(args)
     if args.digests is not None:
@@ -80,6 +85,18 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     lines.append(f"built, loaded and post-processed in {seconds:.2f} s; peak resident memory {peak / 2**30:.2f} GiB")
     return {**report, "seconds_in_all": round(seconds, 3), "peak_rss_bytes": peak, "lines": lines}, found
+
+
+def settle_flags(model: str) -> None:
+    """Write the flags that the checkpoint decides before SGLang is imported, as the parent of a server does for it.
+
+    SGLang freezes SGLANG_OPT_FP8_WO_A_GEMM when its model module is imported, which here is the same process.
+    """
+    files, faults = survey(model)
+    if files is None or faults:
+        raise together(faults)
+    inputs = inputs_of(files.checkpoint.config, files.layout, arch=detect_arch(), flags=Flags.read(), serving=False)
+    os.environ.update(decide(inputs).environment)
 
 
 def require_device() -> None:

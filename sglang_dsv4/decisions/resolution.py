@@ -12,57 +12,46 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dsv4 import envs
-from sglang_dsv4.checkpoint.index import Checkpoint
-from sglang_dsv4.checkpoint.layout import detect_layout
-from sglang_dsv4.checkpoint.preflight import preflight
 from sglang_dsv4.decisions.arch import detect_arch
 from sglang_dsv4.decisions.decide import Decision, Flags, decide
-from sglang_dsv4.decisions.gather import inputs_of, ranks_of, speculation_of
-from sglang_dsv4.decisions.quantization import Held, fits_of
-from sglang_dsv4.errors import PREFIX
+from sglang_dsv4.decisions.launch import Files, launch_inputs, survey_launch
+from sglang_dsv4.errors import PREFIX, together
 
 logger = logging.getLogger(__name__)
 
 Step = Callable[[Any], None]
 
-_written: dict[
-    str, tuple[str | None, str]
-] = {}  # flag -> (the user's value, ours), so that a second launch starts afresh
+# Flag -> (the user's value, ours): a second launch in this process starts from what the user set.
+_written: dict[str, tuple[str | None, str]] = {}
+_surveys: dict[tuple[Any, ...], Files] = {}
 
 
 def check_flags_and_files(server_args: Any) -> None:
-    """Refuse an unreadable flag and a broken checkpoint: FlagError, or a Dsv4Error naming the file."""
+    """Refuse unreadable flags, broken checkpoints and incomplete ones, all faults together: the first one's class."""
     _restore_flags()
-    envs.check_environment()
-    preflight(server_args.model_path, revision=server_args.revision)
+    _surveys.clear()
+    _surveyed(server_args)
 
 
 def decide_launch(server_args: Any) -> Decision:
-    """Decide a launch from ServerArgs or a resolving view of them. Raises what reading the checkpoint raises."""
-    target = _held(server_args.model_path, server_args.revision)
-    speculation = speculation_of(server_args)
-    other = None
-    if speculation.draft_path is not None:
-        other = _held(speculation.draft_path, server_args.speculative_draft_model_revision)
-    inputs = inputs_of(
-        target.config,
-        target.layout,
-        arch=detect_arch(),
-        flags=Flags.read(),
-        ranks=ranks_of(server_args),
-        runner=server_args.moe_runner_backend,
-        speculation=speculation,
-        fuse_shared=server_args.enforce_shared_experts_fusion,
-        draft=None if other is None else (other.config, other.layout),
-        fits=fits_of(target, other or target),
+    """Decide a launch from ServerArgs or a resolving view of them. Raises what is wrong with flags and files."""
+    return decide(launch_inputs(server_args, _surveyed(server_args), arch=detect_arch(), flags=Flags.read()))
+
+
+def _surveyed(server_args: Any) -> Files:
+    """The files of a launch, whose headers are read once for all steps. Raises all their faults together."""
+    key = (
+        server_args.model_path,
+        server_args.revision,
+        server_args.speculative_algorithm,
+        server_args.speculative_draft_model_path,
     )
-    return decide(inputs)
-
-
-def _held(path: str, revision: str | None) -> Held:
-    checkpoint = Checkpoint.open(path, revision=revision)
-    return Held(checkpoint.view, detect_layout(checkpoint), checkpoint.config)
+    if key not in _surveys:
+        files, faults = survey_launch(server_args)
+        if files is None or faults:
+            raise together(faults)
+        _surveys[key] = files
+    return _surveys[key]
 
 
 def apply(server_args: Any, decision: Decision) -> None:

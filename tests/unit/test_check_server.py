@@ -3,11 +3,12 @@
 Each launch is resolved in a fork of a warm process, where the parent of a server would be: no scheduler is started.
 """
 
+import json
 import os
 from pathlib import Path
 
 import pytest
-from check_runs import Run
+from check_runs import Run, header_end
 from warm_python import WarmPython
 
 from sglang_dsv4.checkpoint.tiny.layouts import LAYOUTS, Layout
@@ -106,3 +107,19 @@ def test_a_shard_cut_short(run, warm, monkeypatch, tmp_path):
     os.truncate(last, last.stat().st_size - 1)
     [message] = same_answer(run, warm, monkeypatch, tmp_path / "v4", {}, [])
     assert f"{last}: the shard is cut short" in message
+
+
+def test_an_incomplete_checkpoint(run, warm, monkeypatch, tmp_path):
+    make_tiny(tmp_path / "v4", Options())
+    first = sorted((tmp_path / "v4").glob("*.safetensors"))[1]
+    end = header_end(first)
+    header = json.loads(first.read_bytes()[8:end])
+    name = "layers.0.attn.q_norm.weight"
+    header["layers.0.attn.query_norm.weight"] = header.pop(name)
+    text = json.dumps(header).encode()
+    data = first.read_bytes()[end:]
+    first.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    for index in (tmp_path / "v4").glob("*.index.json"):
+        index.write_text(index.read_text().replace(name, "layers.0.attn.query_norm.weight"))
+    [message] = same_answer(run, warm, monkeypatch, tmp_path / "v4", {}, [])
+    assert "missing: layers.0.attn.q_norm.weight" in message

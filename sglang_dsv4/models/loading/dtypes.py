@@ -24,8 +24,10 @@ def as_stored(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> torch
     otherwise.
     """
     source, target = tensor.dtype, parameter.dtype
-    if source == target or (source in FLOATS and target in FLOATS) or (source in INTEGERS and target in INTEGERS):
+    if source == target or (source in FLOATS and target in FLOATS):
         return tensor
+    if source in INTEGERS and target in INTEGERS:
+        return _unchanged_integers(name, tensor, target)
     if target in BYTES and (source in BYTES or source in (torch.float8_e8m0fnu, FP4)):
         return tensor.view(target)
     if source == torch.float8_e8m0fnu and target in FLOATS:
@@ -50,3 +52,15 @@ def _exact_powers_of_two(name: str, scale: torch.Tensor) -> torch.Tensor:
             remedy="Use a MoE runner that keeps float32 scales for this checkpoint.",
         )
     return exact
+
+
+def _unchanged_integers(name: str, tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+    narrow = tensor.to(target)
+    if not torch.equal(narrow.to(tensor.dtype), tensor):
+        raise StreamError(
+            f"{name} holds numbers that its parameter cannot",
+            found=f"{tensor.dtype} values such as {tensor[narrow != tensor][0].item()}",
+            expected=f"values that fit {target}",
+            remedy="The tensor is damaged: download the shard again.",
+        )
+    return narrow
