@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from sglang_dsv4.errors import StreamError
+from sglang_dsv4.numerics.scales import scale_as
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BYTES = (torch.uint8, torch.int8)
@@ -21,7 +22,7 @@ def as_stored(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> torch
 
     Equal dtypes and widening or narrowing between floats, and between int64 and int32, pass. An E8M0 scale moves as its
     raw byte into a byte parameter and as its value into a float one; packed FP4 moves as bytes. Raises StreamError
-    otherwise.
+    otherwise, NumericsError for a float scale that E8M0 cannot hold exactly.
     """
     source, target = tensor.dtype, parameter.dtype
     if source == target or (source in FLOATS and target in FLOATS):
@@ -33,25 +34,13 @@ def as_stored(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> torch
     if source == torch.float8_e8m0fnu and target in FLOATS:
         return tensor
     if source in FLOATS and target == torch.float8_e8m0fnu:
-        return _exact_powers_of_two(name, tensor)
+        return scale_as(tensor, target, name=name)
     raise StreamError(
         f"{name} cannot take a tensor of this dtype",
         found=str(source).removeprefix("torch."),
         expected=str(target).removeprefix("torch."),
         remedy="The layout on disk and the one SGLang allocated differ: run `sglang-dsv4 check` on the checkpoint.",
     )
-
-
-def _exact_powers_of_two(name: str, scale: torch.Tensor) -> torch.Tensor:
-    exact = scale.float().to(torch.float8_e8m0fnu)
-    if not torch.equal(exact.float(), scale.float()):
-        raise StreamError(
-            f"{name} is an E8M0 parameter and the checkpoint's scale is no power of two",
-            found=f"{scale.dtype} values such as {scale.flatten()[0].item()!r}",
-            expected="powers of two between 2^-127 and 2^127",
-            remedy="Use a MoE runner that keeps float32 scales for this checkpoint.",
-        )
-    return exact
 
 
 def _unchanged_integers(name: str, tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:
