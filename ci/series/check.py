@@ -160,8 +160,9 @@ def run(args: argparse.Namespace) -> None:
         for folder in folders():
             for version in (v for v in index if order(v) > order(version_of(folder))):
                 print(f"{folder.name} on {version}:")
-                for name, found in report_newer(folder, version, Path(scratch, "newer", folder.name), wheels):
-                    print(f"  {found:<14} {name}")
+                with tempfile.TemporaryDirectory(dir=scratch) as work:
+                    for name, found in report_newer(folder, version, Path(work), wheels):
+                        print(f"  {found:<14} {name}")
 
 
 def unpack(version: str, destination: Path) -> None:
