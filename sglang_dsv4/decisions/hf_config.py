@@ -38,6 +38,8 @@ def adapt(_result: None, model_config: Any) -> None:
         return
     path = getattr(model_config, "model_weights", None) or model_config.model_path
     held = held_at(path, model_config.revision)
+    if held.config.family != "v4":  # SGLang itself flattens V4.1's config
+        return
     respell(config, held.config)
     requantise(config, fit(held, KINDS[architecture]))
 

@@ -56,6 +56,7 @@ class WriteProof:
         self._model = model
         self._kind = kind
         self._parameters = dict(model.named_parameters())
+        self._modules = dict(model.named_modules())  # upstream moves some of V4.1's when it has loaded them
         self._first_fp4_shared = _first_fp4_shared(model)
         self.written: dict[str, set[Part]] = {name: set() for name in self._parameters}
 
@@ -107,12 +108,11 @@ class WriteProof:
     def missing(self) -> list[str]:
         """Every parameter, or part of one, that was not written and should have been; indices collapsed."""
         holes: list[str] = []
-        modules = dict(self._model.named_modules())
         for name in self._parameters:
             if may_stay_unwritten(self._model, name, self._kind):
                 continue
             owner, _, leaf = name.rpartition(".")
-            expected = _expected_parts(modules.get(owner), leaf)
+            expected = _expected_parts(self._modules.get(owner), leaf)
             holes += [_spell(name, part) for part in sorted(expected - self.written[name], key=repr)]
         return collapse(holes)
 
