@@ -87,7 +87,7 @@ def bare(model: str) -> tuple[float, int, int]:
                 kept += [file.get_tensor(name).clone() for name in file.keys()]  # noqa: SIM118 (no mapping)
         seconds = time.perf_counter() - begin
         stays = sum(tensor.nbytes for tensor in kept)
-    return seconds, memory.peak - stays, stays
+    return seconds, memory.beyond(stays), stays
 
 
 def loaded(args: argparse.Namespace, model_impl: str) -> tuple[float, int, int]:
@@ -116,21 +116,27 @@ def loaded(args: argparse.Namespace, model_impl: str) -> tuple[float, int, int]:
             DefaultModelLoader.load_weights_and_postprocess = staticmethod(original)
         stays = sum(parameter.nbytes for parameter in model.parameters())
     ((seconds, memory),) = taken
-    return seconds, memory.peak - stays, stays
+    return seconds, memory.beyond(stays), stays
 
 
 class Memory:
-    """The most RssAnon over its start, in bytes, sampled by a thread."""
+    """RssAnon in bytes: at the start, the most that a thread sampled, and at the end."""
 
     def __init__(self) -> None:
-        self._start = rss_anon()
-        self.peak = 0
+        self.start = self.peak = self.end = rss_anon()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE):
-            self.peak = max(self.peak, rss_anon() - self._start)
+            self.peak = max(self.peak, rss_anon())
+
+    def beyond(self, stays: int) -> int:
+        """What was held beyond `stays` bytes: what came and went, and what grew over them to the end.
+
+        Parameters that were touched before the start make the growth less than they are, so it is not counted negative.
+        """
+        return self.peak - self.end + max(0, self.end - self.start - stays)
 
     def __enter__(self) -> Memory:
         self._thread.start()
@@ -139,7 +145,9 @@ class Memory:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self.peak = max(self.peak, rss_anon() - self._start)
+        gc.collect()
+        self.end = rss_anon()
+        self.peak = max(self.peak, self.end)
 
 
 def anonymous_memory() -> Memory:
