@@ -48,7 +48,7 @@ def both(*changes):
 W1, W3 = "layers.0.ffn.experts.1.w1", "layers.1.ffn.experts.5.w3"
 FAULTS = {
     "no weight": (drop("layers.2.attn.q_norm.weight"), ["missing: layers.2.attn.q_norm.weight"]),
-    "no embedding": (drop("embed.weight"), ["missing: embed.weight"]),
+    "a shard without tensors": (drop("embed.weight"), ["model-00001-of-00007.safetensors", "index"]),
     "one expert less": (both(drop(f"{W3}.weight"), drop(f"{W3}.scale")), [f"missing: {W3}.weight"]),
     "no wo_a scale": (drop("layers.1.attn.wo_a.scale"), ["layers.1.attn.wo_a.weight", "without its scale"]),
     "no wo_a weight": (drop("layers.1.attn.wo_a.weight"), ["layers.1.attn.wo_a.scale"]),
