@@ -41,7 +41,7 @@ def test_audit_passes_what_is_known_and_lists_the_rest_at_the_end():
     assert caught.value.details == (
         "unexpected: stranger",
         "twice: a",
-        "wrong: found shape [2], expected [1]: layers.{0,1}.x",
+        "wrong: layers.{0,1}.x: found shape [2], expected [1]",
     )
 
 
