@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
+from sglang_dsv4.checkpoint.dialects import ROOT_SPELLINGS
 from sglang_dsv4.checkpoint.formats import classify, role, shape_faults
 from sglang_dsv4.checkpoint.layout import Layout
 from sglang_dsv4.checkpoint.modules import (
@@ -55,8 +56,14 @@ class Completeness:
             f"{where}: the tensors are not those of the model in config.json",
             found=", ".join(f"{len(lines)} kinds {word}" for word, lines in groups if lines),
             remedy="Use the config.json of this checkpoint, or download the missing files.",
-            details=[f"{word}: {line}" for word, lines in groups for line in lines],
+            details=[f"{word}: {line}{_tried(line, word)}" for word, lines in groups for line in lines],
         )
+
+
+def _tried(line: str, word: str) -> str:
+    """The other spellings under which a missing tensor of the root was looked for."""
+    others = ROOT_SPELLINGS.get(line.removesuffix(".weight"), ()) if word == "missing" else ()
+    return f" (nor as {', '.join(others)})" if others else ""
 
 
 def compare(view: NativeView, config: ModelConfigFacts, layout: Layout) -> Completeness:

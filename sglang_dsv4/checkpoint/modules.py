@@ -128,10 +128,13 @@ DSPARK_STAGE = (
     Module("norm", _P, ("H",), "last"),
     Module("markov_head.markov_w1", _P, ("V", "MR"), "last"),
     Module("markov_head.markov_w2", _P, ("V", "MR"), "last"),
-    Module("confidence_head.proj", _P, ("1", "H+MR"), "last"),
+    Module("confidence_head.proj", _P, ("1", "H+MR"), "last", optional=True),  # absent: verification is static
     Module("embed", _P, ("V", "H"), "first", optional=True),
     Module("head", _P, ("V", "H"), "last", optional=True),
 )
+
+OWN_VOCABULARY = ("emb.tok_emb", "embed", "head")
+"""Places of a draft stage that only some drafts bring; the others are lent the target's embedding and head."""
 
 STACKED = (
     Module("ffn.experts.gate_up_proj", Kind.STACK, ("E", "2*I")),

@@ -19,11 +19,9 @@ from sglang_dsv4.checkpoint.view import Indices, NativeView, Parts
 VOCABULARY_UNIT = 64
 """SGLang rounds the vocabulary up to this before it splits it (srt/layers/vocab_parallel_embedding.py)."""
 
-SHARED_WITH_TARGET = ("emb.tok_emb", "embed", "head")
-"""Places of a draft stage that are not loaded: SGLang's drafts use the target's embedding and head."""
-
 SPLITS: dict[str, tuple[int, str]] = {
     "embed": (0, "embedding"),
+    "emb.tok_emb": (0, "embedding"),
     "head": (0, "head"),
     "attn.wq_b": (0, "attention"),
     "attn.wo_a": (0, "attention"),
@@ -115,7 +113,7 @@ def draft_per_rank(view: NativeView, config: ModelConfigFacts, spread: Spread, c
     return _sum(
         measure(place, parts)
         for place, at, parts in _modules(view, draft=True)
-        if place.removeprefix(_STAGES) not in SHARED_WITH_TARGET and (".experts.*." not in place or at[-1] < kept)
+        if ".experts.*." not in place or at[-1] < kept
     )
 
 

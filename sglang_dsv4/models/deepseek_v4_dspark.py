@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.models import deepseek_v4_dspark as upstream
 
+from sglang_dsv4.errors import RefusedError
 from sglang_dsv4.models.loading.experts import prepare
 from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.session import load
@@ -23,6 +24,12 @@ class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
         self.uses_own_vocab_modules = bool(known.own)
         super().__init__(config, quant_config, prefix)
         self.known = known
+        if self.confidence_head is not None and not known.held.view.place("mtp.*.confidence_head.proj"):
+            raise RefusedError(
+                "this draft has no confidence head",
+                found="another SGLANG_RAGGED_VERIFY_MODE than static, which needs one",
+                remedy="Unset SGLANG_RAGGED_VERIFY_MODE.",
+            )
         if len(known.own) == 1:  # SGLang has both or none; the other one is lent
             self.uses_own_vocab_modules = False
             self._drop_lent(known.own)

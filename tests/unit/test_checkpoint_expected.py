@@ -137,10 +137,10 @@ def test_quantised_compressors_are_accepted():
 
 def test_a_draft_that_lacks_a_stage_tensor():
     spec = native("dspark")
-    del spec["mtp.2.confidence_head.proj.weight"]
+    del spec["mtp.2.markov_head.markov_w1.weight"]
     spec["mtp.1.norm.weight"] = ("BF16", (256,))  # belongs to the last stage only
     found = report(spec, group="dspark")
-    assert (found.missing, found.unexpected) == (("mtp.2.confidence_head.proj.weight",), ("mtp.1.norm.weight",))
+    assert (found.missing, found.unexpected) == (("mtp.2.markov_head.markov_w1.weight",), ("mtp.1.norm.weight",))
 
 
 def test_a_dspark_draft_under_a_config_without_its_keys():
@@ -161,7 +161,7 @@ def test_everything_is_raised_once():
     with pytest.raises(IncompleteLoadError, match="1 kinds missing, 1 kinds unexpected, 1 kinds wrong") as caught:
         report(spec).raise_if_incomplete("model")
     assert caught.value.details == (
-        "missing: norm.weight",
+        "missing: norm.weight (nor as model.norm, final_norm)",
         "unexpected: layers.0.attn.stranger.weight",
         "wrong: layers.0.attn_norm.weight: found shape [255], expected [256]",
     )

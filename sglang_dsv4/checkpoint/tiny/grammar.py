@@ -9,7 +9,15 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
-from sglang_dsv4.checkpoint.modules import Kind, Module, derived, layer_modules, root_modules, stage_modules
+from sglang_dsv4.checkpoint.modules import (
+    OWN_VOCABULARY,
+    Kind,
+    Module,
+    derived,
+    layer_modules,
+    root_modules,
+    stage_modules,
+)
 from sglang_dsv4.checkpoint.names import join_indices
 from sglang_dsv4.checkpoint.tiny.config import Draft
 
@@ -63,7 +71,7 @@ def slots(config: ModelConfigFacts, draft: Draft) -> Iterator[list[Slot]]:
     yield rest
     for stage, last in enumerate(_stages(config, draft)):
         ends = {"first"} if stage == 0 else set()
-        rows = [row for row in stage_modules(FAMILY, draft) if not (row.optional and row.kind is Kind.PLAIN)]
+        rows = [row for row in stage_modules(FAMILY, draft) if row.place not in OWN_VOCABULARY]
         yield list(_expand(f"mtp.{stage}.", rows, {"every", "router"} | ends | ({"last"} if last else set()), size))
 
 
