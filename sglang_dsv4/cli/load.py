@@ -92,7 +92,7 @@ def settle_flags(model: str) -> None:
 
     SGLang freezes SGLANG_OPT_FP8_WO_A_GEMM when its model module is imported, which here is the same process.
     """
-    files, faults = survey(model)
+    files, faults = survey(model, target=False)  # whether it is complete is for the launch to say
     if files is None or faults:
         raise together(faults)
     inputs = inputs_of(files.checkpoint.config, files.layout, arch=detect_arch(), flags=Flags.read(), serving=False)
