@@ -38,7 +38,10 @@ def expert_facts(layout: ExpertLayout, config: ModelConfigFacts) -> ExpertFacts:
     weights = [item for item in layout.evidence if "scale" not in item.name.rpartition(".")[2]]
     if not weights:
         return ExpertFacts(known, config=claimed)
-    return ExpertFacts(known, weights[0].name, weights[0].dtype, claimed)
+    dtype = (
+        weights[0].dtype if known != "other" or layout.format is None else f"{weights[0].dtype}: {layout.format.value}"
+    )
+    return ExpertFacts(known, weights[0].name, dtype, claimed)
 
 
 def experts_of(layout: Layout, config: ModelConfigFacts, role: Role, flags: Flags) -> ExpertDecision:

@@ -28,6 +28,9 @@ FP8_METHOD = "fp8"
 TRANSLATED = ("compressed-tensors", "quark")
 """Producers' quant_method values whose tensors our stream turns into SGLang's own forms."""
 
+UNREADABLE = (Format.W4A16, Format.GPTQ, Format.W4AFP8, Format.UNKNOWN)
+"""Formats of routed experts that the FP4 table refuses; what else such a checkpoint holds need not be judged."""
+
 NVFP4 = (Format.NVFP4, Format.NVFP4_CT)
 PLAIN = (Format.BF16, Format.NVFP4_CT)
 """Formats of a linear outside the routed experts that SGLang gets in BF16; the stream expands an NVFP4 shared expert,
@@ -109,7 +112,7 @@ def fit(held: Held, kind: Kind) -> Fit:
     dense = held.layout.target_dense if kind == "target" else held.layout.draft_dense
     if not _quantised(experts, dense):
         return Fit(own, False) if kind == "target" else Fit(None, own is not None)
-    refusals = list(_foreign(held.view, dense, kind))
+    refusals = list(_foreign(held.view, dense, kind)) if experts.format not in UNREADABLE else []
     if held.config.quant.method not in (FP8_METHOD, *TRANSLATED):
         return Fit(own, False, tuple(refusals))
     plain = []
