@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from lint import base, lint_series, names
-from releases import ROOT, ReleaseError, Tree, order, sha256, versions, wheel
+from overlay import check_tests
+from releases import ROOT, Tree, order, sha256, versions, wheel
 
 PATCHES = ROOT / "patches"
 FORMAT = (
@@ -196,6 +197,7 @@ def write(version: str, source: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="ci/check-patches", description=__doc__)
     parser.add_argument("--all", action="store_true", help="also report each patch on every newer release")
+    parser.add_argument("--tests", metavar="VERSION", help="run a series' tests on its release, patched and unpatched")
     parser.add_argument("--wheels", type=Path, help="keep the downloaded wheels in this folder")
     parser.add_argument("--unpack", nargs=2, metavar=("VERSION", "DIR"), help="make a git tree to edit a series in")
     parser.add_argument("--write", nargs=2, metavar=("VERSION", "DIR"), help="write a series from such a tree")
@@ -206,9 +208,11 @@ def main() -> int:
             unpack(args.unpack[0], Path(args.unpack[1]))
         elif args.write:
             write(args.write[0], Path(args.write[1]))
+        elif args.tests:
+            check_tests(args.tests)
         else:
             run(args)
-    except (CheckError, ReleaseError) as error:
+    except RuntimeError as error:
         print(f"ci/check-patches: {error}", file=sys.stderr)
         return 1
     print(f"done in {time.monotonic() - started:.0f} s")

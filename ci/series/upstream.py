@@ -74,10 +74,19 @@ class Source:
         found = _named(tree, names[0]) if tree else None
         if isinstance(found, ast.ImportFrom):
             alias = next(alias for alias in found.names if (alias.asname or alias.name) == names[0])
-            return self.find(".".join([_absolute(module, found), alias.name, *names[1:]]))
+            return self.find(".".join([self._absolute(module, found), alias.name, *names[1:]]))
         for name in names[1:]:
             found = self._member(module, found, name)
         return found
+
+    def _absolute(self, module: str, node: ast.ImportFrom) -> str:
+        """The module that an import inside `module` names; in a package one dot is the package itself."""
+        if not node.level:
+            return node.module or ""
+        package = self._read(f"{module.replace('.', '/')}/__init__.py") is not None
+        parts = module.split(".")
+        parent = parts[: len(parts) - node.level + package]
+        return ".".join([*parent, *filter(None, [node.module])])
 
     def _member(self, module: str, owner: ast.AST | None, name: str) -> ast.AST | None:
         if not isinstance(owner, ast.ClassDef):
@@ -102,19 +111,13 @@ def _is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _absolute(module: str, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    parent = module.split(".")[: -node.level]
-    return ".".join([*parent, *filter(None, [node.module])])
-
-
 def _statements(owner: ast.AST) -> Iterator[ast.AST]:
-    """The statements of a module or class, those under `if`, `try` and `with` included; the last one wins."""
+    """The statements of a module or class, the last one first; those under `if`, `try` and `with` too."""
     for node in reversed(getattr(owner, "body", [])):
         if isinstance(node, ast.If | ast.Try | ast.With):
-            for part in ("orelse", "body"):
-                yield from _statements(ast.Module(getattr(node, part, []), []))
+            yield from _statements(node)
+            for part in (*getattr(node, "handlers", []), ast.Module(getattr(node, "orelse", []), [])):
+                yield from _statements(part)
         else:
             yield node
 
@@ -123,8 +126,10 @@ def _named(owner: ast.AST, name: str) -> ast.AST | None:
     for node in _statements(owner):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
             return node
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
-            return node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            if any((alias.asname or alias.name) == name for alias in node.names):
+                return node
+            continue
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )
