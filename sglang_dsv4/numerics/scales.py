@@ -44,10 +44,22 @@ def scale_values(scale: torch.Tensor, *, name: str) -> torch.Tensor:
             expected="float8_e8m0fnu, uint8 (E8M0 bytes), float32 or bfloat16",
             remedy="Convert the checkpoint again with scales of one of these types.",
         )
-    fine = (values >= 0) & (values < torch.inf)
+    check_scale(scale, name=name)
+    return values.contiguous()
+
+
+def check_scale(scale: torch.Tensor, *, name: str) -> None:
+    """Raise NumericsError for a block scale that is NaN (E8M0 byte 255), infinite or negative.
+
+    scale: float8_e8m0fnu, uint8 (taken as E8M0) or any other float, of any shape.
+    """
+    if scale.dtype in BYTE_DTYPES:
+        fine = e8m0_bytes(scale) != E8M0_NAN
+    else:
+        values = scale.to(torch.float32)
+        fine = (values >= 0) & (values < torch.inf)
     if not bool(fine.all()):
         _refuse_scale(scale, fine, name)
-    return values.contiguous()
 
 
 def _refuse_scale(scale: torch.Tensor, fine: torch.Tensor, name: str) -> None:

@@ -1,15 +1,22 @@
-"""Names, shapes and repetitions of a stream whose headers nobody has read: weight updates, formats without headers."""
+"""What no header has shown: names and shapes where no header was read, and scales that are no numbers.
+
+Without headers come weight updates and formats of other loaders.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from sglang_dsv4.checkpoint.formats import SCALE_SUFFIXES
 from sglang_dsv4.checkpoint.names import collapse
 from sglang_dsv4.errors import StreamError
 
 if TYPE_CHECKING:
     from sglang_dsv4.stream import Named, Stream
+
+SCALES = frozenset((*SCALE_SUFFIXES, "weight_scale_2"))
+"""Last part of the names of what multiplies a weight."""
 
 
 def audit(stream: Stream, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Named]:
@@ -43,3 +50,16 @@ def audit(stream: Stream, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Nam
             remedy="Nothing of these was written; send what the model has.",
             details=details,
         )
+
+
+def sound_scales(stream: Stream) -> Iterator[Named]:
+    """Pass everything; NumericsError for a weight's scale that holds a NaN, an infinity or a negative number.
+
+    For scales that nothing here multiplies with: SGLang would serve NaN without a word.
+    """
+    from sglang_dsv4.numerics.scales import check_scale
+
+    for name, tensor in stream:
+        if name.rpartition(".")[2] in SCALES:
+            check_scale(tensor, name=name)
+        yield name, tensor

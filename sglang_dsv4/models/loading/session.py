@@ -20,7 +20,7 @@ from sglang_dsv4.models.loading.report import LoadReport
 from sglang_dsv4.models.loading.source import take_pending
 from sglang_dsv4.models.loading.wiring import Wiring
 from sglang_dsv4.numerics.backend import cpu_threads
-from sglang_dsv4.stream.audit import audit
+from sglang_dsv4.stream.audit import audit, sound_scales
 from sglang_dsv4.stream.bounded import BoundedPool
 from sglang_dsv4.stream.expand import expand
 from sglang_dsv4.stream.experts import experts_to_fp8, shared_experts_in_pairs
@@ -112,6 +112,7 @@ def stages(stream: Stream, plan: Plan, report: LoadReport) -> Stream:
             report=report.rounding.__setitem__,
             ledger=report.experts,
         )
+    stream = sound_scales(stream)
     if pairs_shared(plan):
         stream = shared_experts_in_pairs(stream, report.shared)
     return stream
