@@ -8,6 +8,7 @@ library refuses is refused here too, with the file's name and a remedy, and with
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -117,7 +118,8 @@ def parse_header(text: bytes, *, shard: str, size: int, where: str = "") -> Shar
 
 
 def load_json(text: bytes, fault: Callable[[str], Dsv4Error]) -> Any:
-    """Parse UTF-8 JSON where a repeated key, NaN or endless nesting is an error; `fault` makes it from a reason."""
+    """Parse UTF-8 JSON; `fault` makes the error from a reason. A repeated key, a number that is NaN or overflows a
+    double, and endless nesting are faults too."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
@@ -130,8 +132,16 @@ def load_json(text: bytes, fault: Callable[[str], Dsv4Error]) -> Any:
     def no_constant(name: str) -> Any:
         raise fault(f"{name} is no JSON number")
 
+    def finite(digits: str) -> float:
+        value = float(digits)
+        if math.isinf(value):
+            raise fault(f"the number {shorten(digits)} is too large")
+        return value
+
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
+        return json.loads(
+            text.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant, parse_float=finite
+        )
     except Dsv4Error:  # from the hooks above
         raise
     except UnicodeDecodeError as error:

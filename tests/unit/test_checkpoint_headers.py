@@ -92,6 +92,7 @@ FAULTS = {
     "not JSON": (b'{"a": }', "not JSON: Expecting value at character 6"),
     "padded with NUL": (b"{}\0\0", "not JSON: Extra data"),
     "NaN": (b'{"a": NaN}', "NaN is no JSON number"),
+    "1e400": (b'{"a": -1e400}', "the number -1e400 is too large"),
     "endless nesting": (b'{"a":' + b"[" * 200_000, "nested too deeply"),
     "number without end": (b'{"a":' + b"9" * 10_000 + b"}", "a number is too long"),
     "a name twice": (b'{"a": {}, "a": {}}', "the key 'a' appears twice"),
