@@ -35,6 +35,24 @@ def test_loading_again_changes_nothing_and_another_checkpoint_leaves_nothing_of_
     assert other != alone
 
 
+@pytest.mark.parametrize("order", ["file", "shuffled", "scales first"])
+@pytest.mark.parametrize("flags", [{}, DEQUANT], ids=["fp4", "dequant"])
+@pytest.mark.parametrize("kind", ["target", "nextn"])
+def test_a_whole_stream_leaves_each_shared_expert_in_its_own_fused_slot(loader, made, kind, flags, order):
+    """The stream holds target and draft, whose shared experts differ by the root of their names alone."""
+    load = job(made, kind, flags)
+    load = Load(load.model, load.draft, (*load.arguments, *jobs.FUSED), load.flags)
+    alone = loader.run(jobs.load, load).digests
+    assert loader.run(jobs.updated, load, [Update(load.model, order=order)]).digests == alone
+
+
+@pytest.mark.parametrize("names", ["hf", "quark"])
+def test_an_update_may_speak_the_dialect_of_its_checkpoint(loader, made, names):
+    model = str(made(names=names))
+    alone = loader.run(jobs.load, Load(model)).digests
+    assert loader.run(jobs.updated, Load(model), [Update(model, order="shuffled")]).digests == alone
+
+
 def put_back(load, update, bad):
     """A load, an update that fails, then a good one: the digests after each of the three."""
     with jobs.loaded(load) as model:

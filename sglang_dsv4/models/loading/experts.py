@@ -6,6 +6,7 @@ attribute that all its readers look at, before a layer is created, makes it allo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sglang_dsv4.checkpoint.dialects import DIALECTS
@@ -78,14 +79,16 @@ def model_path(kind: Kind) -> str:
     return (arguments.speculative_draft_model_path if kind != "target" else None) or arguments.model_path
 
 
-def native_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Native name -> shape of every tensor of a checkpoint that its dialect knows."""
+def vocabulary(path: str) -> tuple[Callable[[str], str], dict[str, tuple[int, ...]]]:
+    """How names become native, and native name -> shape of every tensor of the checkpoint that its dialect knows.
+
+    The checkpoint's own dialect goes first: several may know a name and mean different things. What none knows stays.
+    """
     checkpoint = Checkpoint.open(path)
-    dialect = checkpoint.dialect
-    return {dialect.to_native(name): info.shape for name, info in checkpoint.tensors.items() if dialect.knows(name)}
+    own = checkpoint.dialect
 
+    def to_native(name: str) -> str:
+        dialect = next((dialect for dialect in (own, *DIALECTS.values()) if dialect.knows(name)), None)
+        return name if dialect is None else dialect.to_native(name)
 
-def any_to_native(name: str) -> str:
-    """The native spelling of a name in whichever dialect knows it; the name itself when none does."""
-    dialect = next((dialect for dialect in DIALECTS.values() if dialect.knows(name)), None)
-    return name if dialect is None else dialect.to_native(name)
+    return to_native, {own.to_native(name): info.shape for name, info in checkpoint.tensors.items() if own.knows(name)}

@@ -10,9 +10,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import envs
+from sglang_dsv4.compat import RUNAI_MARK
 from sglang_dsv4.errors import PREFIX, Dsv4Error, IncompleteLoadError
 from sglang_dsv4.models.loading.direct import DirectWriter, hidden_from_upstream
-from sglang_dsv4.models.loading.experts import any_to_native, model_path, native_shapes
+from sglang_dsv4.models.loading.experts import model_path, vocabulary
 from sglang_dsv4.models.loading.plan import Plan, make_plan, taking_sharded
 from sglang_dsv4.models.loading.proof import WriteProof
 from sglang_dsv4.models.loading.reload import stored_wo_a_scales
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from sglang_dsv4.stream import Named, Stream
 
 logger = logging.getLogger(__name__)
-
-CONSUME_AT_ONCE = "_sglang_runai_streamer_tensor"
-"""The mark that makes upstream copy a tensor before the next step and clone the half of a pair it keeps."""
 
 
 def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream], None]) -> LoadReport:
@@ -90,8 +88,8 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
 
 def unplanned(weights: Stream, plan: Plan, report: LoadReport) -> Stream:
     """A stream whose headers we have not read (a weight update, another load format): renamed, audited, selected."""
-    known = audit(rename(weights, any_to_native), native_shapes(model_path(plan.wiring.kind)))
-    return select(known, plan.share, report.skipped)
+    to_native, shapes = vocabulary(model_path(plan.wiring.kind))
+    return select(audit(rename(weights, to_native), shapes), plan.share, report.skipped)
 
 
 def stages(stream: Stream, plan: Plan, report: LoadReport) -> Stream:
@@ -126,7 +124,7 @@ def pairs_shared(plan: Plan) -> bool:
 def consumed_at_once(stream: Stream) -> Iterator[Named]:
     """Mark every tensor so that upstream neither queues it nor keeps it uncopied."""
     for name, tensor in stream:
-        setattr(tensor, CONSUME_AT_ONCE, True)
+        setattr(tensor, RUNAI_MARK, True)
         yield name, tensor
 
 
