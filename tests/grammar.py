@@ -20,7 +20,7 @@ Spec = dict[str, tuple[str, tuple[int, ...]]]
 
 @cache
 def grammar() -> dict:
-    return json.loads((Path(__file__).parent.parent / "data" / "checkpoint-grammar.json").read_text())
+    return json.loads((Path(__file__).parent / "data" / "checkpoint-grammar.json").read_text())
 
 
 def layouts() -> list[str]:
@@ -128,6 +128,10 @@ def _v41(values: dict, size: dict) -> dict:
         "engram_max_ngram_size": size["ENG"],
         "engram_n_heads": size["ENH"],
         "engram_head_dim": size["EHD"],
+        "dspark_block_size": 5,
+        "dspark_noise_token_id": 1,
+        "dspark_markov_rank": size["MR"],
+        "dspark_target_layer_ids": [size["NL"] - 3 + step for step in range(3)],
         "dspark_n_routed_experts": size["DE"],
         "dspark_num_experts_per_tok": 3,
     }
@@ -135,7 +139,7 @@ def _v41(values: dict, size: dict) -> dict:
         "architectures": ["DeepseekV41ForCausalLM"],
         "model_type": "deepseek_v41",
         "text_config": text,
-        "quantization_config": {"quant_method": "fp8", "expert_dtype": "fp4", "weight_block_size": [32, 32]},
+        "quantization_config": {**_FP8, "expert_dtype": "fp4", "weight_block_size": [32, 32]},
     }
 
 
