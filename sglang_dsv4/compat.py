@@ -1,8 +1,8 @@
 """The supported SGLang range, and the table of every upstream name we rely on.
 
-Nothing else in the package names an upstream private symbol. A row says what we touch, with which signature, why, and
-when it can go. `install()` declares the hooks, applies them and proves that each took; SGLang itself logs and swallows
-such failures, so we never trust it to have hooked anything.
+Whatever the package imports from SGLang, and every private name of its objects, has a row here (a test holds it). A row
+says what we touch, with which signature, why, and when it can go. `install()` declares the hooks, applies them and
+proves that each took; SGLang itself logs and swallows such failures, so we never trust it to have hooked anything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from sglang_dsv4.errors import HookError, UnsupportedVersionError
 
-SUPPORTED = ">=0.5.20,<0.5.24"
+SUPPORTED = ">=0.5.22,<0.5.24"
 """SGLang releases that have every seam of the table. setup.cfg repeats the lower bound only."""
 
 PINNED = "0.5.23"
@@ -36,13 +36,15 @@ class Seam:
 
     target      dotted path below the sglang distribution
     kind        after, around: a hook on that function or method; step: a named argument-resolution step that we wrap;
-                uses: a name we call or read
+                uses: a name we call, proven at every start; reads: one that a start does not look at, since importing
+                its module early would freeze flags, or since it is an attribute of instances or serves one command.
+                ci/check-upstream proves all of them from the source of each release
     parameters  leading parameter names that must be there, in this order; None where the target is no function
     handler     "module:function" of ours, imported only when the hook is declared
     """
 
     target: str
-    kind: Literal["after", "around", "step", "uses"]
+    kind: Literal["after", "around", "step", "uses", "reads"]
     parameters: tuple[str, ...] | None
     why: str
     until: str
@@ -54,7 +56,83 @@ OVERRIDABLE_STEPS = "sglang.srt.arg_groups.resolution_hooks._OVERRIDABLE_HOOKS"
 HOOK_REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
 NEVER = "as long as the package lives outside SGLang"
 
+RUNAI_MARK = "_sglang_runai_streamer_tensor"
+"""Attribute of a tensor that SGLang copies before the next one comes, and clones where it keeps half of a pair: the
+value of weight_utils.RUNAI_STREAMER_TENSOR_ATTR, read by should_async_load."""
+
+_LOADER = "sglang.srt.model_loader"
+_MODELS = "sglang.srt.models"
+_MOE = "sglang.srt.layers.moe"
+_TARGET = f"{_MODELS}.deepseek_v4.DeepseekV4ForCausalLM"
+_DSPARK = f"{_MODELS}.deepseek_v4_dspark.DeepseekV4ForCausalLMDSpark"
+_FUSED_MOE = f"{_MOE}.fused_moe_triton.layer.FusedMoE"
+
+_USES: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
+    ("sglang.srt.arg_groups.model_override_base.resolving_view", ("server_args",), "the arguments once resolved"),
+    (f"{_LOADER}.loader.RunaiModelStreamerLoader._prepare_weights", ("self", "model_name_or_path"), "finds the files"),
+    (f"{_LOADER}.loader.DefaultModelLoader._prepare_weights", ("self", "model_name_or_path"), "finds the files"),
+    (f"{_LOADER}.utils.should_async_load", ("weight",), "copies at once what bears RUNAI_MARK"),
+    (f"{_LOADER}.weight_utils.default_weight_loader", ("param", "loaded_weight"), "writes a parameter without its own"),
+    ("sglang.srt.layers.linear.get_group_rank_size", ("group",), "this rank's part of wo_a"),
+    (f"{_MOE}.get_moe_runner_backend", (), "Marlin keeps one tensor scale for w1 and w3"),
+    ("sglang.srt.eplb.expert_location.get_global_expert_location_metadata", (), "where redundant experts lie"),
+    ("sglang.srt.runtime_context.get_parallel", (), "the ranks that an expert's width is dealt out to"),
+    ("sglang.srt.runtime_context.get_server_args", (), "the model path of target and draft"),
+    ("sglang.srt.runtime_context.get_model", (), "options of reading: memory map, read-ahead, page cache"),
+)
+"""Rows of kind `uses`: target, leading parameters, why. They stay as long as the package lives outside SGLang."""
+
+_READS: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
+    (f"{_TARGET}.load_weights", ("self", "weights", "is_nextn"), "takes what our stream does not write itself"),
+    (f"{_TARGET}.post_load_weights", ("self",), "replaces FP8 wo_a scales; a second load puts them back first"),
+    (f"{_TARGET}.set_embed_and_head", ("self", "embed", "head"), "NextN: a draft's own embedding and head stay"),
+    (f"{_TARGET}.pp_group", None, "first and last pipeline stage"),
+    (f"{_MODELS}.deepseek_v4_nextn.DeepseekV4ForCausalLMNextN.load_weights", ("self", "weights"), "the same for NextN"),
+    (f"{_DSPARK}.load_weights", ("self", "weights"), "the same for DSpark"),
+    (f"{_DSPARK}.attach_shared_modules", ("self", "embed_tokens", "lm_head"), "a draft's own embedding and head stay"),
+    (f"{_DSPARK}.uses_own_vocab_modules", None, "makes SGLang build a draft's own embedding and head"),
+    (f"{_DSPARK}.num_stages", None, "how many stages are built"),
+    (f"{_DSPARK}.confidence_head", None, "whether it is built"),
+    (f"{_FUSED_MOE}._num_global_routed", None, "how many experts all ranks hold"),
+    (f"{_FUSED_MOE}.use_presharded_weights", None, "takes this rank's part instead of cutting it"),
+    ("sglang.srt.layers.linear.ColumnParallelLinear.use_presharded_weights", None, "the same for wo_a"),
+    ("sglang.srt.layers.parameter.BasevLLMParameter._weight_loader", None, "what its read-only property shows"),
+    ("sglang.srt.layers.quantization.fp8.Fp8Config.is_fp4_experts", None, "what FusedMoE allocates"),
+    (f"{_LOADER}.loader.RunaiModelStreamerLoader._is_distributed", None, "whether ranks share one read"),
+    (f"{_LOADER}.weight_utils.RUNAI_STREAMER_TENSOR_ATTR", None, "holds RUNAI_MARK"),
+    ("sglang.srt.utils.common.get_device", (), "where the model is built"),
+    ("sglang.srt.utils.common.is_cuda_alike", (), "whether a distributed read goes to the GPU"),
+    # The rest serves `load` and `bench`, which run without a server.
+    ("sglang.srt.plugins.load_plugins", (), "what a server does first"),
+    ("sglang.srt.server_args.prepare_server_args", ("argv",), "resolves arguments as a server does"),
+    ("sglang.srt.runtime_context.publish", ("server_args",), "makes them known in this process"),
+    ("sglang.srt.runtime_context.SpawnRanks", None, "which rank this process is"),
+    ("sglang.srt.runtime_context.spawn_world_rank", ("server_args",), "the same"),
+    (f"{_MOE}.initialize_moe_config", (), "the MoE runner"),
+    (f"{_MOE}.utils.draft_model_build_scope", (), "the MoE runner of a draft"),
+    ("sglang.srt.layers.quantization.fp8_utils.initialize_fp8_gemm_config", (), "the FP8 product"),
+    ("sglang.srt.distributed.bootstrap.init_parallel_runtime", ("server_args",), "the process groups"),
+    ("sglang.srt.distributed.bootstrap.init_layer_runtime", ("model_config",), "buffers that layers ask for"),
+    ("sglang.srt.distributed.parallel_state.destroy_model_parallel", (), "takes the groups down again"),
+    ("sglang.srt.distributed.parallel_state.destroy_distributed_environment", (), "the same"),
+    (
+        "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.create_from_process_group",
+        ("pg",),
+        "left out for a rank without peers",
+    ),
+    ("sglang.srt.configs.device_config.DeviceConfig", None, "argument of a loader"),
+    ("sglang.srt.configs.load_config.LoadConfig", None, "argument of a loader"),
+    ("sglang.srt.configs.model_config.ModelConfig.from_server_args", ("server_args",), "argument of a loader"),
+    (f"{_LOADER}.get_model_loader", ("load_config", "model_config"), "SGLang's own loader"),
+    (f"{_LOADER}.loader.DefaultModelLoader.load_weights_and_postprocess", ("model", "weights"), "what bench times"),
+    (f"{_MODELS}.deepseek_v4._dequant_fp8", ("weight", "scale"), "what bench compares with"),
+    ("sglang.srt.layers.quantization.fp8.cast_e2m1fn_to_e4m3fn", ("x", "scale"), "what bench compares with"),
+)
+"""Rows of kind `reads`, in the same form."""
+
 SEAMS: tuple[Seam, ...] = (
+    *(Seam(target, "reads", parameters, why, NEVER) for target, parameters, why in _READS),
+    *(Seam(target, "uses", parameters, why, NEVER) for target, parameters, why in _USES),
     Seam(
         RESOLUTION_STEPS,
         "uses",
@@ -94,7 +172,7 @@ SEAMS: tuple[Seam, ...] = (
         "SGLang tells FP4 experts per model and for object storage",
     ),
     Seam(
-        "sglang.srt.model_loader.utils.get_model_architecture",
+        f"{_LOADER}.utils.get_model_architecture",
         "after",
         ("model_config",),
         "selects our classes by --model-impl; the registry would ignore the flag",
@@ -102,7 +180,7 @@ SEAMS: tuple[Seam, ...] = (
         "sglang_dsv4.plugin:choose_class",
     ),
     Seam(
-        "sglang.srt.model_loader.loader.DefaultModelLoader._get_all_weights",
+        f"{_LOADER}.loader.DefaultModelLoader._get_all_weights",
         "around",
         ("self", "model_config", "model"),
         "reads only the shards and tensors that this load needs, and marks an initial load",
@@ -110,7 +188,7 @@ SEAMS: tuple[Seam, ...] = (
         "sglang_dsv4.models.loading.source:open_local",
     ),
     Seam(
-        "sglang.srt.model_loader.loader.RunaiModelStreamerLoader._get_all_weights",
+        f"{_LOADER}.loader.RunaiModelStreamerLoader._get_all_weights",
         "around",
         ("self", "model_config", "model"),
         "the same for local files and object storage through the RunAI streamer",
@@ -126,14 +204,14 @@ SEAMS: tuple[Seam, ...] = (
         "sglang_dsv4.decisions.hf_config:adapt",
     ),
     Seam(
-        "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader",
+        f"{_FUSED_MOE}.weight_loader",
         "uses",
         ("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id"),
         "writes routed experts without upstream's search through every expert mapping",
         NEVER,
     ),
     Seam(
-        "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE._map_global_expert_id_to_local_expert_id",
+        f"{_FUSED_MOE}._map_global_expert_id_to_local_expert_id",
         "uses",
         ("self", "expert_id"),
         "which experts this rank keeps, so that foreign ones are neither read nor missed",
@@ -246,7 +324,7 @@ def install(seams: tuple[Seam, ...] | None = None) -> list[str]:
     """
     rows = SEAMS if seams is None else seams
     for seam in rows:
-        if seam.kind != "step":
+        if seam.kind not in ("step", "reads"):
             check_signature(seam)
     hooks = [seam for seam in rows if seam.kind in ("after", "around")]
     fresh = [seam for seam in hooks if seam.target not in _hooked]

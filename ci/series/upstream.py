@@ -95,6 +95,14 @@ class Source:
         bases = (base.id for base in owner.bases if isinstance(base, ast.Name))
         return found or next((hit for base in bases if (hit := self._inside(module, [base, name]))), None)
 
+    def sets(self, target: str) -> bool:
+        """Whether a class sets this attribute on its instances."""
+        owner, _, name = target.rpartition(".")
+        found = self.find(owner)
+        nodes = ast.walk(found) if isinstance(found, ast.ClassDef) else ()
+        attributes = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+        return any(node.attr == name and _is_name(node.value, "self") for node in attributes)
+
     def literal(self, target: str) -> set[str]:
         """The strings in what a module assigns to a name."""
         found = self.find(target)
@@ -138,7 +146,7 @@ def _named(owner: ast.AST, name: str) -> ast.AST | None:
     return None
 
 
-def parameters(function: ast.AST) -> tuple[str, ...]:
+def parameters(function: ast.AST | None) -> tuple[str, ...]:
     """The parameter names as inspect.signature lists them."""
     if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
         return ()
@@ -155,7 +163,7 @@ def fault(source: Source, seam: compat.Seam) -> str | None:
             return "is no step that can be wrapped"
         return None if source.calls(module, "run_hook", name) else f"is never run by {module}"
     found = source.find(seam.target)
-    if found is None:
+    if found is None and not source.sets(seam.target):
         return "is gone"
     has = parameters(found)
     if seam.parameters is not None and has[: len(seam.parameters)] != seam.parameters:

@@ -166,7 +166,8 @@ def kept_experts(layer: Any) -> set[int] | None:
 def _expert_placement(layer: torch.nn.Module) -> Any:
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
-    return get_global_expert_location_metadata() if getattr(layer, "uses_expert_location", False) else None
+    # 0.5.22 knows no layers without a placement, and no such attribute.
+    return get_global_expert_location_metadata() if getattr(layer, "uses_expert_location", True) else None
 
 
 def _default_loader() -> Callable:

@@ -116,7 +116,7 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _device() -> str:
-    from sglang.srt.utils import get_device
+    from sglang.srt.utils.common import get_device
 
     return get_device()
 
