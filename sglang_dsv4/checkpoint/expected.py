@@ -30,6 +30,9 @@ from sglang_dsv4.errors import ConfigError, IncompleteLoadError
 _FLOATS = ("BF16", "F32", "F16")
 _INTEGERS = ("I64", "I32")
 
+NAMES = ("missing", "unexpected")
+"""Differences that a load survives when strictness is off."""
+
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
@@ -47,11 +50,19 @@ class Completeness:
     def complete(self) -> bool:
         return not (self.missing or self.unexpected or self.wrong)
 
-    def raise_if_incomplete(self, where: str) -> None:
-        """One IncompleteLoadError that lists everything; nothing when the checkpoint is complete."""
-        if self.complete:
+    def lines(self, *words: str) -> list[str]:
+        """Every difference of these kinds (of `missing`, `unexpected`, `wrong`) after its kind."""
+        return [f"{word}: {line}" for word in words for line in getattr(self, word)]
+
+    def raise_if_incomplete(self, where: str, *, strict: bool = True) -> None:
+        """One IncompleteLoadError that lists everything; nothing when the checkpoint is complete.
+
+        With `strict` off only a wrong shape or dtype raises: SGLang would cut it, pad it or convert it without a word.
+        """
+        words = (*NAMES, "wrong") if strict else ("wrong",)
+        if not self.lines(*words):
             return
-        groups = (("missing", self.missing), ("unexpected", self.unexpected), ("wrong", self.wrong))
+        groups = [(word, getattr(self, word)) for word in words]
         raise IncompleteLoadError(
             f"{where}: the tensors are not those of the model in config.json",
             found=", ".join(f"{len(lines)} kinds {word}" for word, lines in groups if lines),

@@ -57,8 +57,9 @@ def survey(
     """Inspect a checkpoint; returns what it holds and everything that is wrong with it.
 
     target, draft: the halves that will be loaded; a missing, unexpected or wrong tensor of the other is no fault. With
-    `strict` off it never is one. The inspection is None where the faults leave nothing to inspect. Raises nothing of
-    this package: no folder, no config, a broken header or index, unknown names, an unknown layout are all returned.
+    `strict` off only a wrong one of these is. The inspection is None where the faults leave nothing to inspect. Raises
+    nothing of this package: no folder, no config, a broken header or index, unknown names, an unknown layout are all
+    returned.
     """
     faults: list[Dsv4Error] = []
     try:
@@ -72,8 +73,8 @@ def survey(
     faults += found
     for wanted, half in ((target, inspection.target), (draft, inspection.draft)):
         try:
-            if wanted and strict:
-                half.raise_if_incomplete(checkpoint.storage.uri)
+            if wanted:
+                half.raise_if_incomplete(checkpoint.storage.uri, strict=strict)
         except IncompleteLoadError as error:
             faults.append(error)
     return inspection, faults

@@ -184,12 +184,31 @@ def test_one_write_among_many_that_does_not_happen_is_found(loader, made, parame
         loader.run(unwritten, jobs.Load(str(made(draft="mtp"))), parameter, shard, expert)
 
 
+LET_PASS = "SGLANG_DSV4_PLUGIN_STRICT=0 lets this pass: "
+
+
 @pytest.mark.parametrize(
-    "change",
-    [put("foo.bar", EXTRA, "norm.weight"), drop("layers.2.attn.q_norm.weight")],
+    ("change", "said"),
+    [
+        (put("foo.bar", EXTRA, "norm.weight"), ["unexpected: foo.bar"]),
+        (
+            drop("layers.2.attn.q_norm.weight"),
+            ["missing: layers.2.attn.q_norm.weight", "nothing was written into model.layers.2.self_attn.q_norm.weight"],
+        ),
+    ],
     ids=["unexpected", "missing"],
 )
-def test_strictness_can_be_turned_off_for_names(loader, made, tmp_path, change):
+def test_strictness_can_be_turned_off_for_names_and_each_is_said(loader, made, tmp_path, change, said):
     checkpoint = shards.edited(made(draft="mtp"), tmp_path / "damaged", change)
     ended = loader.run(jobs.command, ["load", str(checkpoint)], LENIENT)
     assert ended.code == 0
+    for line in said:
+        assert LET_PASS + line in ended.err
+
+
+def test_strictness_cannot_be_turned_off_for_shapes(loader, made, tmp_path):
+    """A short expert would be filled up with zeros (FusedMoE), without a word."""
+    checkpoint = shards.edited(made(draft="mtp"), tmp_path / "damaged", alter(f"{W1}.weight", shape=(128, 256)))
+    ended = loader.run(jobs.command, ["load", str(checkpoint)], LENIENT)
+    assert ended.code == 1
+    assert f"wrong: {W1}.weight: found shape [128, 256]" in ended.err

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from sglang_dsv4 import envs
-from sglang_dsv4.checkpoint.expected import Completeness
+from sglang_dsv4.checkpoint.expected import NAMES
 from sglang_dsv4.checkpoint.preflight import Inspection
 from sglang_dsv4.decisions.decide import Decision
 from sglang_dsv4.decisions.launch import Files
@@ -34,12 +34,13 @@ def file_notes(files: Files, loads_bundled: bool) -> Iterator[str]:
     for inspection in (files.target, files.draft):
         if inspection is not None:
             yield from _of_checkpoint(inspection)
-    bundled = _differences(files.target.draft)
+    bundled = files.target.draft
     if not loads_bundled:
-        yield from _some(f"the bundled draft, not asked for, could not be loaded: {line}" for line in bundled)
+        lines = bundled.lines(*NAMES, "wrong")
+        yield from _some(f"the bundled draft, not asked for, could not be loaded: {line}" for line in lines)
     if not _strict():
-        loaded = _differences(files.target.target) + (bundled if loads_bundled else [])
-        loaded += _differences(files.draft.draft) if files.draft is not None else []
+        loaded = files.target.target.lines(*NAMES) + (bundled.lines(*NAMES) if loads_bundled else [])
+        loaded += files.draft.draft.lines(*NAMES) if files.draft is not None else []
         yield from (f"{envs.STRICT.name}=0 lets this pass: {line}" for line in loaded)
 
 
@@ -50,11 +51,6 @@ def _of_checkpoint(inspection: Inspection) -> Iterator[str]:
     yield from _some(f"{name} is read as {native}" for name, native in inspection.view.respelled)
     yield from (f"absent, which is allowed: {line}" for line in inspection.target.absent)
     yield from (f"{name} is not read: the index does not name it" for name in checkpoint.ignored)
-
-
-def _differences(half: Completeness) -> list[str]:
-    groups = (("missing", half.missing), ("unexpected", half.unexpected), ("wrong", half.wrong))
-    return [f"{word}: {line}" for word, lines in groups for line in lines]
 
 
 def _some(lines: Iterable[str]) -> list[str]:

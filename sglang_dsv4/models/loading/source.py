@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sglang_dsv4 import envs
-from sglang_dsv4.checkpoint.expected import compare
+from sglang_dsv4.checkpoint.expected import NAMES, compare
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import detect_layout
 from sglang_dsv4.checkpoint.names import collapse
@@ -126,9 +126,8 @@ class Source:
     def _require_complete(self, view: NativeView) -> None:
         """Compare this half of the checkpoint (target or draft), all its stages, with the model of its config."""
         completeness = compare(view, self.checkpoint.config, detect_layout(view, self.checkpoint.config))
-        if envs.STRICT.get():
-            completeness.raise_if_incomplete(self.checkpoint.storage.uri)
-        for line in (*completeness.missing, *completeness.unexpected, *completeness.wrong):
+        completeness.raise_if_incomplete(self.checkpoint.storage.uri, strict=envs.STRICT.get())
+        for line in completeness.lines(*NAMES):
             logger.warning("%s%s=0 lets this pass: %s", PREFIX, envs.STRICT.name, line)
 
 
@@ -267,6 +266,6 @@ class StreamerReader:
     def _device(self) -> str:
         if not self._distributed:
             return "cpu"
-        from sglang.srt.utils import get_device, is_cuda_alike
+        from sglang.srt.utils.common import get_device, is_cuda_alike
 
         return get_device() if is_cuda_alike() else "cpu"
