@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import os
 import resource
 import sys
 import time
+import traceback
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from sglang_dsv4.checkpoint.preflight import survey
 from sglang_dsv4.decisions.arch import detect_arch
 from sglang_dsv4.decisions.decide import Flags, decide
 from sglang_dsv4.decisions.gather import inputs_of
-from sglang_dsv4.errors import RefusedError, together
+from sglang_dsv4.errors import Dsv4Error, FlagError, RefusedError, together
 
 CPU_PLATFORM = "dsv4_cpu"
 
@@ -48,17 +50,46 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_arguments(args)
     require_device()
     settle_flags(args.model)
+    faulthandler.enable(file=2)  # a mapped shard that shrinks ends the process by SIGBUS: say where
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, stream=sys.stderr)
-    report, found = load(args)
+    try:
+        report, found = load(args)
+    except Dsv4Error:
+        raise
+    except Exception as error:
+        if args.verbose:
+            traceback.print_exc()
+        raise RefusedError(
+            "SGLang ended this load with an error of its own",
+            found=f"{type(error).__name__}: {' '.join(str(error).split())}",
+            remedy="--verbose shows where it was raised.",
+        ) from error
     if args.digests is not None:
-        args.digests.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        write_digests(args.digests, found)
     if args.json:
         print(json.dumps(report, indent=1))
     else:
         print("\n".join(report["lines"]))
     return 0
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise FlagError for a rank that is none, and for a digests file that cannot be written after a long load."""
+    for size, rank in (("tp", args.tp_rank), ("pp", args.pp_rank)):
+        count = getattr(args, f"{size}_size")
+        if not 0 <= rank < count:
+            expected = f"0 to {count - 1}, as --{size}-size is {count}" if count > 0 else f"--{size}-size of 1 or more"
+            raise FlagError(f"--{size}-rank {rank} is no rank", expected=expected, remedy="Ranks count from 0.")
+    file: Path | None = args.digests
+    if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise FlagError(
+            f"--digests {file} cannot be written",
+            found="a folder" if file.is_dir() else "no folder to write it in, or no permission",
+            remedy="Name a file in a folder that you may write to.",
+        )
 
 
 def load(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
@@ -85,6 +116,14 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     lines.append(f"built, loaded and post-processed in {seconds:.2f} s; peak resident memory {peak / 2**30:.2f} GiB")
     return {**report, "seconds_in_all": round(seconds, 3), "peak_rss_bytes": peak, "lines": lines}, found
+
+
+def write_digests(file: Path, found: dict[str, str]) -> None:
+    """Raises FlagError where storage gives up half-way."""
+    try:
+        file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    except OSError as error:
+        raise FlagError(f"--digests {file} cannot be written", found=error.strerror or str(error)) from error
 
 
 def settle_flags(model: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,9 +28,24 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()  # what fails here would be a traceback of the interpreter's at its end
+        return status
     except Dsv4Error as error:
         print(f"{PREFIX}{error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # the reader of our output went away
-        return 1
+        _let_go_of_stdout()
+    except OSError as error:
+        if error.filename is None:
+            _let_go_of_stdout()
+        print(f"{PREFIX}{error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"{PREFIX}interrupted", file=sys.stderr)
+    return 1
+
+
+def _let_go_of_stdout() -> None:
+    """Send what stdout still holds to nowhere: it cannot be written, and the interpreter would try again at its end."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

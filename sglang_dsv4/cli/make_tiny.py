@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--draft", choices=("none", "mtp", "dspark"), help="draft modules (default: none, or the source's)"
     )
     parser.add_argument("--shards", type=int, metavar="N", help="files (default: one per layer, as releases have it)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N")
     parser.add_argument(
         "--from", type=Path, dest="source", metavar="DIR", help="take the numbers of this native checkpoint"
     )
@@ -42,6 +42,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--num-experts", type=int, metavar="N", help="routed experts per layer")
     parser.add_argument("--sparse", action="store_true", help="headers and holes: for check, at any size in no space")
     parser.set_defaults(run=run)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected an integer of 0 or more, found {text!r}")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,88 @@
+"""What the command line does when the world around it fails: one line and a status, never a traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from sglang_dsv4.cli.main import main
+
+COMMAND = [sys.executable, "-m", "sglang_dsv4"]
+RANKS = {
+    "tp rank beyond": (["--tp-rank", "1"], "--tp-rank 1 is no rank"),
+    "tp rank below": (["--tp-size", "2", "--tp-rank", "-1"], "--tp-rank -1 is no rank"),
+    "pp rank beyond": (["--pp-size", "2", "--pp-rank", "2"], "--pp-rank 2 is no rank"),
+    "no rank at all": (["--tp-size", "0"], "--tp-size of 1 or more"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    assert main(["make-tiny", str(folder), "--sparse"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(("options", "said"), RANKS.values(), ids=RANKS)
+def test_a_rank_that_is_none_is_refused_before_anything_is_read(capsys, tmp_path, options, said):
+    assert main(["load", str(tmp_path / "nowhere"), *options]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("sglang_dsv4: ")
+    assert said in err
+
+
+@pytest.mark.parametrize("place", ["absent/digests.json", "."])
+def test_digests_that_cannot_be_written_are_refused_before_the_load(capsys, tmp_path, place):
+    assert main(["load", str(tmp_path / "nowhere"), "--digests", str(tmp_path / place)]) == 1
+    assert f"sglang_dsv4: --digests {tmp_path / place} cannot be written" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_named(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert main(["make-tiny", str(tmp_path / "file")]) == 1
+    assert capsys.readouterr().err == f"sglang_dsv4: {tmp_path / 'file'}: File exists\n"
+
+
+def test_a_negative_seed_is_a_usage_error(capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main(["make-tiny", str(tmp_path / "out"), "--seed", "-1"])
+    assert ended.value.code == 2
+    assert "expected an integer of 0 or more, found '-1'" in capsys.readouterr().err
+
+
+def test_a_full_disk_behind_stdout_is_said(checkpoint):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([*COMMAND, "check", checkpoint], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "sglang_dsv4: the output: No space left on device\n"
+
+
+def test_a_reader_that_goes_away_is_no_fault_to_speak_of(checkpoint):
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run([*COMMAND, "check", checkpoint], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert ended.returncode == 1
+    assert ended.stderr == ""
+
+
+def test_an_interrupt_ends_the_command_with_one_line():
+    code = """
+import sys, time
+from sglang_dsv4.cli import check, main
+def run(args):
+    print("running", flush=True)
+    time.sleep(60)
+check.run = run
+sys.exit(main.main(["check", "anywhere"]))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as it:
+        assert it.stdout.readline() == "running\n"
+        it.send_signal(signal.SIGINT)
+        _, err = it.communicate(timeout=30)
+    assert it.returncode == 1
+    assert err == "sglang_dsv4: interrupted\n"
