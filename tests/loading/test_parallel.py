@@ -3,13 +3,13 @@
 from itertools import product
 
 import formats
+import jobs
 import numpy as np
 import pytest
 import shards
 
 DEQUANT = {"SGLANG_DSV4_FP4_DEQUANT": "1"}
-FUSED = ("--enforce-shared-experts-fusion",)
-GRIDS = [(2, 1), (4, 1), (8, 1), (2, 2), (4, 4), (4, 2), (8, 8)]
+GRIDS = [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 4), (4, 2), (8, 8)]
 EXPERTS = 8
 LAYERS = (0, 1)
 
@@ -86,7 +86,7 @@ def test_the_ranks_rows_are_the_full_wo_a(loader, wide, tp):
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1)])
 def test_a_fused_shared_expert_is_cut_and_converted_like_the_routed_ones(loader, wide, tp, ep):
-    held = ranks(loader, wide, tp, ep, DEQUANT, FUSED)
+    held = ranks(loader, wide, tp, ep, DEQUANT, jobs.FUSED)
     files = shards.tensors(wide)
     width, local = tp // ep, EXPERTS // ep
     for layer, projection, group in product(LAYERS, ("w1", "w2", "w3"), range(ep)):
@@ -95,3 +95,12 @@ def test_a_fused_shared_expert_is_cut_and_converted_like_the_routed_ones(loader,
         parts = [part(kept, module, local, projection, packed=False) for kept in owners]
         whole = formats.stored(files, f"layers.{layer}.ffn.shared_experts.{projection}")
         assert np.array_equal(np.concatenate(parts, 1 if projection == "w2" else 0), whole)
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["target", "draft"])
+def test_experts_that_are_fp8_already_load_the_same_whatever_the_flag_says(loader, made, draft):
+    checkpoint = made(expert_format="fp8", draft="mtp")
+    how = {"draft": draft, "arguments": jobs.NEXTN if draft else ()}
+    values = ({}, {"SGLANG_DSV4_FP4_DEQUANT": "0"}, DEQUANT)
+    unset, off, on = (loader.load(checkpoint, flags=flags, **how).digests for flags in values)
+    assert unset == off == on

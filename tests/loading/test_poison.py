@@ -44,8 +44,18 @@ def publics():
 
 
 @pytest.mark.parametrize("order", ["scales first", "shuffled"])
-@pytest.mark.parametrize(("options", "model"), publics())
+@pytest.mark.parametrize(("options", "model"), list(publics()))
 def test_every_public_layout_loads_the_same_bytes_from_a_poisoned_stream(loader, made, plain, options, model, order):
     checkpoint = made(**options)
     expected = plain(checkpoint, **how(model))
     assert loader.load(checkpoint, poison=order, **how(model)).digests == expected.digests
+
+
+@pytest.mark.parametrize("order", ["scales first", "shuffled"])
+@pytest.mark.parametrize("flags", [{}, DEQUANT], ids=["fp4", "dequant"])
+@pytest.mark.parametrize("intermediate", [384, 512])
+def test_a_rank_that_cuts_and_fills_up_its_part_copies_what_it_keeps(loader, shaped, plain, intermediate, flags, order):
+    checkpoint = shaped(moe_intermediate_size=intermediate)
+    rank = {"arguments": ("--tp-size", "2"), "tp_rank": 1, "flags": flags}
+    expected = plain(checkpoint, **rank)
+    assert loader.load(checkpoint, poison=order, **rank).digests == expected.digests
