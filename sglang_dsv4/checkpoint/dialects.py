@@ -204,7 +204,9 @@ class Dialect:
         found = self.read_template(template)
         if found is None:
             raise UnknownDialectError(
-                f"{shorten(name)}: no such tensor in a DeepSeek-V4 model", found=f"names in {self.name}"
+                f"{shorten(name)}: no such tensor in a DeepSeek-V4 model",
+                found=f"names in {self.name}",
+                remedy="Run `sglang-dsv4 check` on the checkpoint: it lists what is unknown.",
             )
         place, suffix = found
         return join_indices(f"{place}.{suffix}" if suffix else place, indices)

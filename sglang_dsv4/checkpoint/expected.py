@@ -246,7 +246,12 @@ def _integers(config: ModelConfigFacts, key: str) -> list[int]:
     """One of V4.1's lists, empty where there is none. Raises ConfigError."""
     found = config.raw.get(key) or []
     if not isinstance(found, list) or any(type(item) is not int for item in found):
-        raise ConfigError(f"config.json: {key}", found=shorten(reprlib.repr(found)), expected="a list of integers")
+        raise ConfigError(
+            f"config.json: {key}",
+            found=shorten(reprlib.repr(found)),
+            expected="a list of integers",
+            remedy="Use the config.json that was released with this checkpoint.",
+        )
     return found
 
 

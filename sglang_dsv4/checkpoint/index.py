@@ -252,6 +252,7 @@ class Checkpoint:
                     f"{where}: {shorten(name)} points to no shard file",
                     found=shorten(repr(shard)),
                     expected="a *.safetensors file beside the index",
+                    remedy="Download the index again.",
                 )
         return weight_map
 

@@ -260,6 +260,7 @@ def _block(pairs: list[tuple[TensorInfo, TensorInfo]], hint: int | None, faults:
                 f"{scale.name}: the scale fits no square block that the other scales fit",
                 found=f"{list(scale.shape)} beside {list(weight.shape)}",
                 expected=f"blocks of {block}" if block else "blocks of 16 to 256",
+                remedy="The scale belongs to another weight: download the shard again, or quantise again.",
                 details=samples(scale.name for _, scale in strays[1:]),
             )
         )
@@ -286,6 +287,7 @@ def _draft(view: NativeView, faults: list[LayoutError]) -> tuple[DraftKind, int]
                 "the draft has a gap in its stages",
                 found=f"mtp.{ranges(stages)}",
                 expected=f"mtp.{ranges(range(len(stages)))}",
+                remedy="Download the missing shards, or use the index of this revision.",
             )
         )
     if len(kinds) != 1:
@@ -294,6 +296,7 @@ def _draft(view: NativeView, faults: list[LayoutError]) -> tuple[DraftKind, int]
                 "the draft is of no known kind" if not kinds else "the draft is MTP and DSpark at once",
                 found=", ".join(mark for found in marks.values() for mark in found) or f"mtp.{ranges(stages)}",
                 expected="e_proj, h_proj and enorm (MTP), or main_proj and main_norm (DSpark)",
+                remedy="Download the missing shards, or name another draft with --speculative-draft-model-path.",
             )
         )
     return (kinds[0], len(stages)) if len(faults) == known else (DraftKind.NONE, 0)

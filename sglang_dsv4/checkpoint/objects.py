@@ -46,7 +46,9 @@ class ObjectStorage(Storage):
         super().__init__(uri)
         bucket, _, prefix = uri.split("://", 1)[1].partition("/")
         if not bucket:
-            raise StorageError(f"{uri}: no bucket in the address", expected="scheme://bucket/folder")
+            raise StorageError(
+                f"{uri}: no bucket in the address", expected="scheme://bucket/folder", remedy="Name the bucket."
+            )
         self.bucket = bucket
         self.prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
 
@@ -55,7 +57,11 @@ class ObjectStorage(Storage):
         sizes = {key.removeprefix(self.prefix): size for key, size in found.items()}
         sizes = {name: size for name, size in sizes.items() if name and "/" not in name}
         if not sizes:
-            raise CheckpointNotFoundError(f"{self.uri}: no such model folder", found="no object under this prefix")
+            raise CheckpointNotFoundError(
+                f"{self.uri}: no such model folder",
+                found="no object under this prefix",
+                remedy="Check the bucket and the folder; keys are case-sensitive.",
+            )
         return sizes
 
     def _read(self, name: str, start: int, length: int) -> bytes:

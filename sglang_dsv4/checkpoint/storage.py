@@ -146,7 +146,9 @@ def open_storage(uri: str | os.PathLike[str], *, revision: str | None = None, ca
         return LocalStorage(text)
     if os.path.exists(text):
         raise CheckpointNotFoundError(
-            f"{text}: the model path is a file", expected="the folder that holds config.json and the shards"
+            f"{text}: the model path is a file",
+            expected="the folder that holds config.json and the shards",
+            remedy="Give that folder.",
         )
     snapshot = _cached_snapshot(text, revision, cache_dir) if _HUB_ID.fullmatch(text) else None
     if snapshot is None:
@@ -162,9 +164,12 @@ def open_storage(uri: str | os.PathLike[str], *, revision: str | None = None, ca
 def _open_object_storage(uri: str, scheme: str) -> Storage:
     known = ", ".join(f"{name}://" for name in OBJECT_SCHEMES)
     if scheme.lower() in OBJECT_SCHEMES and scheme not in OBJECT_SCHEMES:
-        raise StorageError(f"{uri}: write the scheme in lower case", found=f"{scheme}://", expected=known)
+        what, remedy = f"{uri}: write the scheme in lower case", f"Write {scheme.lower()}://."
+        raise StorageError(what, found=f"{scheme}://", expected=known, remedy=remedy)
     if scheme not in OBJECT_SCHEMES:
-        raise StorageError(f"{uri}: unknown kind of storage", found=f"{scheme}://", expected=f"a folder, {known}")
+        remedy = "Download the checkpoint to a folder."
+        expected = f"a folder, {known}"
+        raise StorageError(f"{uri}: unknown kind of storage", found=f"{scheme}://", expected=expected, remedy=remedy)
     from sglang_dsv4.checkpoint.objects import open_objects
 
     return open_objects(uri)

@@ -22,7 +22,10 @@ def nvfp4_to_bf16(packed: torch.Tensor, scale: torch.Tensor, *, name: str) -> to
     expected = (rows, 2 * half // GROUP)
     if tuple(scale.shape) != expected:
         raise NumericsError(
-            f"{name}: NVFP4 scales of another shape", found=str(list(scale.shape)), expected=str(expected)
+            f"{name}: NVFP4 scales of another shape",
+            found=str(list(scale.shape)),
+            expected=str(list(expected)),
+            remedy="The scale belongs to another weight: download the shard again, or quantise again.",
         )
     if not bool(torch.isfinite(scale).all()):
         raise NumericsError(

@@ -59,6 +59,7 @@ def _experts(stack: str, tensors: dict[str, torch.Tensor], kept: Callable[[str],
                 f"{stack}: the rows of its {leaf} cannot be divided between {' and '.join(projections)}",
                 found=f"shape {list(tensor.shape)}",
                 expected="[experts, rows of all projections, columns]",
+                remedy="Save the model again with transformers, or use the checkpoint that it was made from.",
             )
     for expert in range(tensors["weight"].shape[0]):
         for place, projection in enumerate(projections):
