@@ -28,6 +28,11 @@ def join_indices(template: str, indices: Sequence[str]) -> str:
     return head + "".join(index + text for index, text in zip(indices, rest, strict=True))
 
 
+def is_draft(name: str) -> bool:
+    """Whether a tensor, or a line of `collapse`, belongs to a draft, in any dialect."""
+    return name.startswith(("mtp.", "model.mtp."))
+
+
 def collapse(names: Iterable[str]) -> list[str]:
     """Write names in as few lines as their indices allow, in order of first appearance.
 

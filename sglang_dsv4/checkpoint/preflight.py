@@ -10,11 +10,9 @@ from sglang_dsv4.checkpoint.expected import Completeness, compare
 from sglang_dsv4.checkpoint.headers import TensorInfo
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import Disagreement, Layout, disagreements, survey_layout
+from sglang_dsv4.checkpoint.names import is_draft
 from sglang_dsv4.checkpoint.view import NativeView
 from sglang_dsv4.errors import Dsv4Error, HeaderError, IncompleteLoadError, TruncatedShardError
-
-DRAFT = ("mtp.", "model.mtp.")
-"""What the name of a draft's tensor begins with, in any dialect."""
 
 
 @dataclass(frozen=True)
@@ -92,4 +90,4 @@ def _inspect(checkpoint: Checkpoint, tensors: Iterable[TensorInfo]) -> tuple[Ins
 
 def _half(found: Completeness, *, draft: bool) -> Completeness:
     groups = (found.missing, found.unexpected, found.wrong, found.absent)
-    return Completeness(*(tuple(line for line in group if line.startswith(DRAFT) == draft) for group in groups))
+    return Completeness(*(tuple(line for line in group if is_draft(line) == draft) for group in groups))

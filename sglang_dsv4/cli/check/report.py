@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from sglang_dsv4.checkpoint.layout import DraftKind
-from sglang_dsv4.checkpoint.preflight import DRAFT, Inspection
+from sglang_dsv4.checkpoint.names import is_draft
+from sglang_dsv4.checkpoint.preflight import Inspection
 from sglang_dsv4.checkpoint.sizes import Weights, stored
 from sglang_dsv4.cli.check.notes import decision_notes, file_notes
 from sglang_dsv4.decisions.decide import Decision, Flags, Inputs, decide
@@ -79,7 +80,7 @@ class Report:
             return {}
         inspection = self.files.target
         holds = {
-            draft: {info.shard for info in inspection.view.tensors if info.name.startswith(DRAFT) == draft}
+            draft: {info.shard for info in inspection.view.tensors if is_draft(info.name) == draft}
             for draft in (False, True)
         }
         return {"all": len(inspection.checkpoint.shards), "target": len(holds[False]), "draft": len(holds[True])}

@@ -19,7 +19,7 @@ from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.expected import NAMES, compare
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import detect_layout
-from sglang_dsv4.checkpoint.names import collapse
+from sglang_dsv4.checkpoint.names import collapse, is_draft
 from sglang_dsv4.checkpoint.view import NativeView
 from sglang_dsv4.errors import PREFIX, StorageError
 from sglang_dsv4.models.loading.fallbacks import STRAY_SCALE, absent_sinks_of, fallback_lines, stray_scales
@@ -129,11 +129,6 @@ class Source:
         completeness.raise_if_incomplete(self.checkpoint.storage.uri, strict=envs.STRICT.get())
         for line in completeness.lines(*NAMES):
             logger.warning("%s%s=0 lets this pass: %s", PREFIX, envs.STRICT.name, line)
-
-
-def is_draft(name: str) -> bool:
-    """Whether a tensor belongs to the draft, in any dialect."""
-    return name.removeprefix("model.").startswith("mtp.")
 
 
 def take_pending(model: Any) -> Source | None:
