@@ -30,7 +30,7 @@ PLUGIN_PREFIX = "SGLANG_DSV4_PLUGIN_"
 CHECKED_PREFIXES = ("SGLANG_DSV4", "SGLANG_OPT_")
 """Names with these prefixes are checked for spelling; upstream's boolean and integer ones also for their value."""
 
-Kind = Literal["bool", "int", "bytes", "choice", "text"]
+Kind = Literal["bool", "int", "count", "bytes", "choice", "text"]
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _BYTES = re.compile(r"(\d+) ?(KiB|MiB|GiB)?", re.IGNORECASE)
 
@@ -72,7 +72,7 @@ class Flag:
 
 
 def parse(name: str, kind: Kind, text: str, choices: tuple[str, ...] = ()) -> Any:
-    """Read `text` as `kind`: bool, int, bytes (an integer with KiB, MiB or GiB), one of `choices`, or the text itself.
+    """Read `text` as `kind`: bool, int, count (0 or more), bytes (with KiB, MiB or GiB), one of `choices`, or text.
 
     Raises FlagError that names the flag, the value and the accepted spellings.
     """
@@ -86,6 +86,10 @@ def parse(name: str, kind: Kind, text: str, choices: tuple[str, ...] = ()) -> An
         if re.fullmatch(r"[+-]?\d+", text.strip()):
             return int(text)
         expected = "an integer"
+    elif kind == "count":
+        if re.fullmatch(r"\d+", text.strip()):
+            return int(text)
+        expected = "0 or a positive integer"
     elif kind == "bytes":
         match = _BYTES.fullmatch(text.strip())
         if match:
@@ -128,9 +132,9 @@ QUEUE_BYTES = Flag(
 )
 THREADS = Flag(
     "SGLANG_DSV4_PLUGIN_THREADS",
-    "int",
+    "count",
     0,
-    "threads that convert weights; 0 takes one per core this process may use, at most 8",
+    "threads that convert weights; 0 takes one per core this process may use, at most 16",
 )
 ENGAGED = Flag(
     "SGLANG_DSV4_PLUGIN_ENGAGED",
@@ -198,6 +202,24 @@ MHC_PREWARM = Flag(
     True,
     "TileLang kernel of the hyper-connections, compiled at the end of the load",
 )
+EXTERNAL_PACKAGE = Flag(
+    "SGLANG_EXTERNAL_MODEL_PACKAGE",
+    "text",
+    "",
+    "sglang_dsv4.models selects our classes in processes that load no plugins",
+)
+PLUGINS = Flag(
+    "SGLANG_PLUGINS",
+    "text",
+    "",
+    "which plugins SGLang loads, by name, with commas between; a list must name sglang_dsv4",
+)
+PLATFORM = Flag(
+    "SGLANG_PLATFORM",
+    "text",
+    "",
+    "SGLang's out-of-tree platform; dsv4_cpu is the one of ci/cpu_platform",
+)
 
 FLAGS: tuple[Flag, ...] = (
     FP4_ROUNDING,
@@ -215,6 +237,9 @@ FLAGS: tuple[Flag, ...] = (
     FLYDSL_MEGA_MOE,
     JIT_DEEPGEMM,
     MHC_PREWARM,
+    EXTERNAL_PACKAGE,
+    PLUGINS,
+    PLATFORM,
 )
 
 
@@ -222,7 +247,11 @@ def markdown_table() -> str:
     """The table above as Markdown, for the README."""
     rows = ["| flag | values | default | meaning |", "|---|---|---|---|"]
     for flag in FLAGS:
-        values = " \\| ".join(flag.choices) if flag.choices else {"bool": "0 \\| 1"}.get(flag.kind, flag.kind)
+        values = (
+            " \\| ".join(flag.choices)
+            if flag.choices
+            else {"bool": "0 \\| 1", "count": "int"}.get(flag.kind, flag.kind)
+        )
         default = int(flag.default) if flag.kind == "bool" else flag.default
         rows.append(f"| `{flag.name}` ({flag.owner}) | {values} | {default} | {flag.meaning} |")
     return "\n".join(rows) + "\n"

@@ -17,19 +17,16 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from sglang_dsv4 import __version__, compat
+from sglang_dsv4 import __version__, compat, envs
 from sglang_dsv4.errors import PREFIX, Dsv4Error, HookError, UnknownArchitectureError
 
 logger = logging.getLogger(__name__)
-
-ENGAGED = "SGLANG_DSV4_PLUGIN_ENGAGED"
-"""Environment marker, set by the parent that was asked for us, read by its children."""
 
 OLDER_GATES = (
     "sglang.srt.server_args.prepare_server_args",
     "sglang.srt.server_args.ServerArgs.__post_init__",
 )
-"""Where a release without resolution steps (0.5.19 and older) is refused: on the command line, and in Engine(...)."""
+"""Where a release without our resolution steps (0.5.21 and older) is refused: on the command line, in Engine(...)."""
 
 CLASSES = {
     "DeepseekV4ForCausalLM": "sglang_dsv4.models.deepseek_v4",
@@ -41,7 +38,7 @@ CLASSES = {
 
 def register() -> None:
     """Entry point `sglang.srt.plugins: sglang_dsv4`. Cheap and harmless when nobody asks for us."""
-    if os.environ.get(ENGAGED):
+    if envs.ENGAGED.get():  # the parent was asked for us
         _engage_in_child()
         return
     try:
@@ -55,7 +52,7 @@ def asked(server_args: Any) -> bool:
     """Whether these SGLang arguments (or the external model package) ask for our classes."""
     return (
         getattr(server_args, "model_impl", None) == compat.MODEL_IMPL
-        or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE") == compat.EXTERNAL_PACKAGE
+        or envs.EXTERNAL_PACKAGE.get() == compat.EXTERNAL_PACKAGE
     )
 
 
@@ -93,7 +90,7 @@ def engage() -> None:
     """Install and prove the hooks in a process that was asked for us, and mark the environment for its children."""
     version = compat.require_supported()
     hooked = compat.install()
-    os.environ[ENGAGED] = __version__
+    os.environ[envs.ENGAGED.name] = __version__
     logger.info(
         "%s%s takes over DeepSeek-V4 loading on sglang %s (%d hooks)", PREFIX, __version__, version, len(hooked)
     )

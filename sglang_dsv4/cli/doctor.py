@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -71,9 +70,9 @@ def registration() -> Iterator[Finding]:
     names = {entry.name for entry in entry_points(group="sglang.srt.plugins")}
     if "sglang_dsv4" not in names:
         yield Finding("stop", "entry point", "sglang.srt.plugins has no sglang_dsv4: install the package with pip")
-    allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    allowed = [name.strip() for name in envs.PLUGINS.get().split(",") if name.strip()]
     if allowed and "sglang_dsv4" not in allowed:
-        yield Finding("stop", "SGLANG_PLUGINS", f"lists {', '.join(allowed)} and leaves out sglang_dsv4: add it")
+        yield Finding("stop", envs.PLUGINS.name, f"lists {', '.join(allowed)} and leaves out sglang_dsv4: add it")
     else:
         yield Finding("ok", "entry point", "sglang.srt.plugins: sglang_dsv4")
 
@@ -123,8 +122,7 @@ def device() -> Iterator[Finding]:
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
         yield Finding("ok", "device", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}")
     else:
-        selected = os.environ.get("SGLANG_PLATFORM")
-        yield Finding("note", "device", f"no GPU; SGLANG_PLATFORM is {selected or 'not set'}")
+        yield Finding("note", "device", f"no GPU; {envs.PLATFORM.name} is {envs.PLATFORM.get() or 'not set'}")
 
 
 def kernels() -> Iterator[Finding]:

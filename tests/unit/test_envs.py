@@ -89,6 +89,7 @@ def test_bytes_take_binary_suffixes(text, count):
         ("SGLANG_DSV4_PLUGIN_QUEUE_BYTES", "3 MB"),
         ("SGLANG_DSV4_PLUGIN_QUEUE_BYTES", "-1"),
         ("SGLANG_DSV4_PLUGIN_THREADS", "many"),
+        ("SGLANG_DSV4_PLUGIN_THREADS", "-1"),
         ("SGLANG_DSV4_PLUGIN_FP4_ROUNDING", "up"),
         ("SGLANG_OPT_USE_TOPK_V2", "maybe"),
         ("SGL_DSV4_FP4_EXPERTS", "maybe"),

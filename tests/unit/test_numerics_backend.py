@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import sglang_dsv4
+from sglang_dsv4 import envs
 from sglang_dsv4.errors import NumericsError
 from sglang_dsv4.numerics import backend
 from sglang_dsv4.numerics.fp8 import fp8_to_bf16
@@ -189,3 +190,10 @@ def test_flushed_subnormals_do_not_reach_the_weights():
     finally:
         torch.set_flush_denormal(False)
     assert result[0].tolist() == [n * 2.0**-9 for n in range(1, 8)]
+
+
+def test_the_flag_says_how_many_threads_there_are_at_most(monkeypatch):
+    assert envs.THREADS.meaning.endswith(f"at most {backend.MAX_THREADS}")
+    monkeypatch.delenv(envs.THREADS.name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(1000)))
+    assert backend.cpu_threads() == backend.MAX_THREADS

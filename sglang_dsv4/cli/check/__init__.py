@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 from typing import Any
 
+from sglang_dsv4 import envs
 from sglang_dsv4.cli.check.arguments import add_arguments, as_server_arguments
 from sglang_dsv4.cli.check.as_json import as_json
 from sglang_dsv4.cli.check.report import Device, check
@@ -56,6 +56,6 @@ def device(asked: str | None) -> Device:
     found = detect_arch()
     if found != "cpu":
         return Device(found, "found here")
-    if os.environ.get("SGLANG_PLATFORM"):
-        return Device("cpu", "SGLANG_PLATFORM")
+    if envs.PLATFORM.get():
+        return Device("cpu", envs.PLATFORM.name)
     return Device(ASSUMED, "assumed: no GPU here, --arch names another")
