@@ -95,6 +95,14 @@ def test_a_few_tensors_change_their_parameters_alone(request, made, flags, proce
     assert back == before
 
 
+def test_the_first_tensors_after_dummy_weights_are_an_update(loader, made):
+    """Training frameworks start with --load-format dummy and send buckets of tensors."""
+    load = job(made, "target", {})
+    dummy = Load(load.model, arguments=("--load-format", "dummy"))
+    buckets = [Update(load.model, SOME[:2]), Update(load.model)]
+    assert loader.run(jobs.updated, dummy, buckets).digests == loader.run(jobs.load, load).digests
+
+
 @pytest.mark.parametrize("process", ["loader", "keeping_loader"], ids=["wo_a-bf16", "wo_a-fp8"])
 def test_a_refused_update_can_be_followed_by_a_good_one(request, made, tmp_path, process):
     loader = request.getfixturevalue(process)

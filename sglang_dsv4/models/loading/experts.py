@@ -22,6 +22,9 @@ from sglang_dsv4.models.loading.plan import block_of
 from sglang_dsv4.models.loading.wiring import Kind
 from sglang_dsv4.stream.select import Part
 
+WITHOUT_LOAD_WEIGHTS = ("dummy", "sharded_state", "presharded", "remote_instance", "ipc_cache")
+"""--load-format values whose loaders write into the parameters themselves (srt/model_loader/loader.py of 0.5.23)."""
+
 
 class Known(NamedTuple):
     """What the checkpoint's headers and the flags say of one model.
@@ -77,6 +80,15 @@ def model_path(kind: Kind) -> str:
 
     arguments = get_server_args()
     return (arguments.speculative_draft_model_path if kind != "target" else None) or arguments.model_path
+
+
+def filled_without_us(kind: Kind) -> bool:
+    """Whether the launch filled this class without its load_weights: all that comes through that is an update then."""
+    from sglang.srt.runtime_context import get_server_args
+
+    arguments = get_server_args()
+    draft = arguments.speculative_draft_load_format if kind != "target" else None
+    return (draft or arguments.load_format) in WITHOUT_LOAD_WEIGHTS
 
 
 def vocabulary(path: str) -> tuple[Callable[[str], str], dict[str, tuple[int, ...]]]:

@@ -13,7 +13,7 @@ from sglang_dsv4 import envs
 from sglang_dsv4.compat import RUNAI_MARK
 from sglang_dsv4.errors import PREFIX, Dsv4Error, IncompleteLoadError
 from sglang_dsv4.models.loading.direct import DirectWriter, hidden_from_upstream
-from sglang_dsv4.models.loading.experts import model_path, vocabulary
+from sglang_dsv4.models.loading.experts import filled_without_us, model_path, vocabulary
 from sglang_dsv4.models.loading.plan import Plan, make_plan, taking_sharded
 from sglang_dsv4.models.loading.proof import WriteProof
 from sglang_dsv4.models.loading.reload import stored_wo_a_scales
@@ -74,7 +74,7 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
             # Views of a mapped file may wait in upstream's unbounded queue: they hold no memory of ours.
             upstream(rest if lifetime == "mapped" else consumed_at_once(rest))
             report.in_flight_peak = pool.peak
-        if source is not None or not hasattr(model, "load_report"):
+        if source is not None or not (hasattr(model, "load_report") or filled_without_us(wiring.kind)):
             require_complete(model, proof)
     except Dsv4Error as error:
         print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
