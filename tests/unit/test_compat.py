@@ -38,14 +38,15 @@ def imported(tree: ast.Module) -> list[str]:
 
 
 def private(tree: ast.Module) -> set[str]:
-    """Private attributes of anything but `self`, named in code or in a string of getattr and its kin."""
+    """Private attributes of anything but `self`, named in code or in a whole string (for getattr and its kin)."""
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    pieces = [part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values]
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
             found.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            found.add(node.value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in pieces:
+            found.add(node.value if node.value.isidentifier() else "")
     return {name for name in found - own if name.strip("_") and name.startswith("_") and not name.startswith("__")}
 
 
