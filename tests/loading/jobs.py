@@ -32,6 +32,7 @@ class Load:
     pp_rank: int = 0
     poison: str = ""  # read through the poisoning streamer, in this order (poison.ORDERS)
     keep: str = ""  # return the parameters whose names match this expression
+    model_impl: str = "sglang_dsv4"  # "auto": SGLang's own classes
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def loaded(job: Load) -> Iterator[Any]:
 
     from sglang_dsv4.models.loading.rank import Place, load_model, parallel_context, server_arguments
 
-    arguments = [*server_arguments(job.model, log_level="error"), *job.arguments]
+    arguments = [*server_arguments(job.model, model_impl=job.model_impl, log_level="error"), *job.arguments]
     streamer = patch("runai_model_streamer.SafetensorsStreamer", poison.streamer(job.poison)) if job.poison else None
     with patch.dict(os.environ, job.flags), parallel_context(arguments, Place(job.tp_rank, job.pp_rank)) as server_args:
         if streamer is None:
@@ -143,7 +144,8 @@ def result(model: Any, keep: str = "") -> Loaded:
     from sglang_dsv4.models.loading.rank import digests
 
     kept = {name: array(value) for name, value in model.named_parameters() if keep and re.search(keep, name)}
-    return Loaded(digests(model), model.load_report.as_json(), kept)
+    report = model.load_report.as_json() if hasattr(model, "load_report") else {}
+    return Loaded(digests(model), report, kept)
 
 
 def array(tensor: Any) -> np.ndarray:

@@ -1,0 +1,33 @@
+"""The loaded parameters are those of SGLang's own loading, byte for byte, wherever that is right."""
+
+import jobs
+import pytest
+
+DEQUANT = {"SGLANG_DSV4_FP4_DEQUANT": "1"}
+CASES = {
+    "target": ({"draft": "mtp"}, False, (), {}),
+    "target, FP8 experts": ({"draft": "mtp", "expert_format": "fp8"}, False, (), {}),
+    "target, BF16 wo_a": ({"draft": "mtp", "wo_a": "bf16"}, False, (), {}),
+    "target, converted": ({"draft": "mtp"}, False, (), DEQUANT),
+    "target, fused": ({"draft": "mtp"}, False, jobs.FUSED, {}),
+    "nextn": ({"draft": "mtp"}, True, jobs.NEXTN, {}),
+    "nextn, converted": ({"draft": "mtp"}, True, jobs.NEXTN, DEQUANT),
+    "dspark": ({"draft": "dspark"}, True, (), {}),
+    "dspark, converted": ({"draft": "dspark"}, True, (), DEQUANT),
+}
+TP, EP = ("--tp-size", "2"), ("--tp-size", "2", "--ep-size", "2")
+RANKS = {"one": ((), 0), "second of two": (TP, 1), "second of two, its experts": (EP, 1)}
+RUNS = [
+    (case, rank) for case in CASES for rank in RANKS if not (case == "target, fused" and RANKS[rank][0] == EP)
+]  # without an all-to-all, expert parallelism has no slot for a fused shared expert
+
+
+@pytest.mark.parametrize(("case", "rank"), RUNS, ids=map(", ".join, RUNS))
+def test_the_bytes_are_upstreams(loader, made, case, rank):
+    options, draft, arguments, flags = CASES[case]
+    parallel, number = RANKS[rank]
+    how = {"draft": draft, "arguments": (*arguments, *parallel), "flags": flags, "tp_rank": number}
+    ours = loader.load(made(**options), **how).digests
+    theirs = loader.load(made(**options), model_impl="auto", **how).digests
+    assert ours.keys() <= theirs.keys()
+    assert ours == {name: theirs[name] for name in ours}
