@@ -71,8 +71,7 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
             stack.enter_context(hidden_from_upstream(model, writer.parameters))
             counted = progress(report.count(stream), report.planned, report.model)
             rest = writer.take(stages(counted, plan, report))
-            # Views of a mapped file may wait in upstream's unbounded queue: they hold no memory of ours.
-            upstream(rest if lifetime == "mapped" else consumed_at_once(rest))
+            upstream(consumed_at_once(rest, plan, mapped=lifetime == "mapped"))
             report.in_flight_peak = pool.peak
         if source is not None or not (hasattr(model, "load_report") or filled_without_us(wiring.kind)):
             require_complete(model, proof)
@@ -121,10 +120,15 @@ def pairs_shared(plan: Plan) -> bool:
     return plan.fuses_shared and plan.experts.runs == "fp4"
 
 
-def consumed_at_once(stream: Stream) -> Iterator[Named]:
-    """Mark every tensor so that upstream neither queues it nor keeps it uncopied."""
+def consumed_at_once(stream: Stream, plan: Plan, *, mapped: bool) -> Iterator[Named]:
+    """Mark tensors so that upstream neither queues them nor keeps them uncopied.
+
+    Views of a mapped file may wait in its unbounded queue: they hold no memory of ours. What we expanded or filled up
+    with zeros does.
+    """
     for name, tensor in stream:
-        setattr(tensor, RUNAI_MARK, True)
+        if not mapped or plan.stored != plan.held or name.rpartition(".")[0] in plan.unquantised:
+            setattr(tensor, RUNAI_MARK, True)
         yield name, tensor
 
 
