@@ -15,7 +15,7 @@ from sglang_dsv4.errors import CheckpointNotFoundError, FlagError, StorageError
 
 S3_ENDPOINT_FLAGS = ("RUNAI_STREAMER_S3_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _CONNECT_TIMEOUT_S = 5
-_READ_TIMEOUT_S = 20
+_READ_TIMEOUT_S = 8  # for a listing or half a megabyte; three tries of a server that is silent end in half a minute
 
 
 def s3_endpoint(environ: Mapping[str, str] | None = None) -> str | None:

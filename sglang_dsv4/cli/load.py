@@ -22,6 +22,7 @@ from sglang_dsv4.decisions.gather import inputs_of
 from sglang_dsv4.errors import Dsv4Error, FlagError, RefusedError, together
 
 CPU_PLATFORM = "dsv4_cpu"
+DRAFT_PATH = "--speculative-draft-model-path"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -52,7 +53,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     check_arguments(args)
     require_device()
-    settle_flags(args.model)
+    settle_flags(
+        args.model, draft=args.draft and not any(item.startswith(DRAFT_PATH) for item in args.server_arguments)
+    )
     faulthandler.enable(file=2)  # a mapped shard that shrinks ends the process by SIGBUS: say where
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, stream=sys.stderr)
     try:
@@ -126,14 +129,21 @@ def write_digests(file: Path, found: dict[str, str]) -> None:
         raise FlagError(f"--digests {file} cannot be written", found=error.strerror or str(error)) from error
 
 
-def settle_flags(model: str) -> None:
+def settle_flags(model: str, *, draft: bool) -> None:
     """Write the flags that the checkpoint decides before SGLang is imported, as the parent of a server does for it.
 
     SGLang freezes SGLANG_OPT_FP8_WO_A_GEMM when its model module is imported, which here is the same process.
+    draft: whether a draft will be loaded from this checkpoint; RefusedError when it has none.
     """
     files, faults = survey(model, target=False)  # whether it is complete is for the launch to say
     if files is None or faults:
         raise together(faults)
+    if draft and not files.view.stages():
+        raise RefusedError(
+            f"{model} bundles no draft to load",
+            found="no tensor below mtp.",
+            remedy=f"Leave out --draft, or name another checkpoint: -- {DRAFT_PATH} MODEL.",
+        )
     inputs = inputs_of(files.checkpoint.config, files.layout, arch=detect_arch(), flags=Flags.read(), serving=False)
     os.environ.update(decide(inputs).environment)
 

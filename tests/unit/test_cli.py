@@ -33,6 +33,12 @@ def test_a_rank_that_is_none_is_refused_before_anything_is_read(capsys, tmp_path
     assert said in err
 
 
+def test_a_checkpoint_without_a_draft_is_refused_before_sglang_starts(capsys, monkeypatch, checkpoint):
+    monkeypatch.setenv("SGLANG_PLATFORM", "dsv4_cpu")
+    assert main(["load", str(checkpoint), "--draft"]) == 1
+    assert f"sglang_dsv4: {checkpoint} bundles no draft to load" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("place", ["absent/digests.json", "."])
 def test_digests_that_cannot_be_written_are_refused_before_the_load(capsys, tmp_path, place):
     assert main(["load", str(tmp_path / "nowhere"), "--digests", str(tmp_path / place)]) == 1
