@@ -58,7 +58,7 @@ def test_importing_the_package_imports_neither_torch_nor_sglang():
 
 
 def test_register_unasked_imports_one_small_module_and_changes_no_function():
-    """Beyond what SGLang's plugin loader has: its own table of resolution hooks, and three modules of ours."""
+    """Beyond what SGLang's plugin loader has: its own table of resolution hooks, and what register() needs of ours."""
     found = last_line(
         python(
             """
