@@ -78,6 +78,7 @@ print(json.dumps([new, sorted(HookRegistry._hooks)]))
             "sglang.srt.arg_groups.resolution_hooks",
             "sglang_dsv4",
             "sglang_dsv4.compat",
+            "sglang_dsv4.envs",
             "sglang_dsv4.errors",
             "sglang_dsv4.plugin",
         ],
