@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.checkpoint.preflight import survey
+from sglang_dsv4.cli.doctor import registration
 from sglang_dsv4.decisions.arch import detect_arch
 from sglang_dsv4.decisions.decide import Flags, decide
 from sglang_dsv4.decisions.gather import inputs_of
@@ -52,6 +53,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_arguments(args)
+    require_registration()
     require_device()
     settle_flags(
         args.model, draft=args.draft and not any(item.startswith(DRAFT_PATH) for item in args.server_arguments)
@@ -141,11 +143,22 @@ def settle_flags(model: str, *, draft: bool) -> None:
     if draft and not files.view.stages():
         raise RefusedError(
             f"{model} bundles no draft to load",
-            found="no tensor below mtp.",
+            found="no tensor named mtp.*",
             remedy=f"Leave out --draft, or name another checkpoint: -- {DRAFT_PATH} MODEL.",
         )
     inputs = inputs_of(files.checkpoint.config, files.layout, arch=detect_arch(), flags=Flags.read(), serving=False)
     os.environ.update(decide(inputs).environment)
+
+
+def require_registration() -> None:
+    """RefusedError where SGLang would not load our plugin: it takes an unknown --model-impl for its own classes."""
+    for finding in registration():
+        if finding.state == "stop":
+            raise RefusedError(
+                "SGLang would load this model without sglang_dsv4",
+                found=f"{finding.subject}: {finding.text}",
+                remedy="`sglang-dsv4 doctor` says what else would stop a start.",
+            )
 
 
 def require_device() -> None:

@@ -39,6 +39,14 @@ def test_a_checkpoint_without_a_draft_is_refused_before_sglang_starts(capsys, mo
     assert f"sglang_dsv4: {checkpoint} bundles no draft to load" in capsys.readouterr().err
 
 
+def test_a_load_that_sglang_would_do_without_us_is_refused(capsys, monkeypatch, checkpoint):
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    assert main(["load", str(checkpoint)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("sglang_dsv4: SGLang would load this model without sglang_dsv4")
+    assert "SGLANG_PLUGINS: lists another" in err
+
+
 @pytest.mark.parametrize("place", ["absent/digests.json", "."])
 def test_digests_that_cannot_be_written_are_refused_before_the_load(capsys, tmp_path, place):
     assert main(["load", str(tmp_path / "nowhere"), "--digests", str(tmp_path / place)]) == 1
