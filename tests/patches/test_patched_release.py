@@ -23,7 +23,7 @@ def test_the_patched_release_keeps_its_promises(tmp_path):
     assert overlay.passed(output), output
 
 
-def test_every_added_test_fails_without_its_patch(tmp_path):
+def test_every_added_test_file_fails_on_the_unpatched_release(tmp_path):
     folder = tmp_path / "unpatched"
     overlay.build(folder, code=False)
     added = overlay.added_tests(folder)
