@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from sglang_dsv4.checkpoint.config import ARCHITECTURES, ModelConfigFacts
 from sglang_dsv4.checkpoint.index import Checkpoint
-from sglang_dsv4.checkpoint.layout import detect_layout
+from sglang_dsv4.checkpoint.layout import Layout, detect_layout
 from sglang_dsv4.compat import MODEL_IMPL
 from sglang_dsv4.decisions.quantization import Fit, Held, Kind, fit
-from sglang_dsv4.errors import PREFIX
+from sglang_dsv4.errors import PREFIX, HookError
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,30 @@ KINDS: dict[str, Kind] = {
     "DeepseekV4ForCausalLMNextN": "nextn",
     "DeepseekV4ForCausalLMDSpark": "dspark",
 }
+
+ADAPTED = "dsv4_adapted"
+"""Attribute of a Transformers config that `adapt` has gone over."""
+
+
+class Facts(NamedTuple):
+    """What the headers and config.json of a checkpoint tell, without the headers themselves.
+
+    places: templates of the native modules that it holds, such as `layers.*.attn.wq_a`. fits: the quantisation section
+    of each of the three classes.
+    """
+
+    config: ModelConfigFacts
+    layout: Layout
+    places: frozenset[str]
+    fits: Mapping[Kind, Fit]
+
+    def changes(self, kind: Kind) -> dict[str, Any]:
+        """Attributes of a Transformers config that SGLang has to see otherwise than the file has them."""
+        if self.config.family != "v4":  # SGLang itself flattens V4.1's config
+            return {}
+        fitted = self.fits[kind]
+        section = {"quantization_config": fitted.section and dict(fitted.section)} if fitted.rewritten else {}
+        return respelled(self.config) | section
 
 
 def adapt(_result: None, model_config: Any) -> None:
@@ -37,44 +62,54 @@ def adapt(_result: None, model_config: Any) -> None:
     if model_config.model_impl != MODEL_IMPL or ARCHITECTURES.get(architecture) != "v4":
         return
     path = getattr(model_config, "model_weights", None) or model_config.model_path
-    held = held_at(path, model_config.revision)
-    if held.config.family != "v4":  # SGLang itself flattens V4.1's config
-        return
-    respell(config, held.config)
-    requantise(config, fit(held, KINDS[architecture]))
+    changes = facts_at(path, model_config.revision).changes(KINDS[architecture])
+    for key, value in changes.items():
+        setattr(config, key, value)
+    setattr(config, ADAPTED, True)
+    _say(changes)
+
+
+def require_adapted(config: Any, changes: Mapping[str, Any]) -> None:
+    """HookError when a process builds a model from a config that `adapt` should have changed and has not seen."""
+    if changes and not getattr(config, ADAPTED, False):
+        raise HookError(
+            "the config of this checkpoint was not adapted in this process",
+            found=f"{', '.join(changes)} as the file has it",
+            expected="a process that loads SGLang's plugins",
+            remedy="Use a checkpoint in the released form where SGLang loads no plugins (Ray, the weight cache).",
+        )
 
 
 @functools.lru_cache(maxsize=4)
-def held_at(path: str, revision: str | None = None) -> Held:
-    """What the headers of a checkpoint tell, read once per process."""
+def facts_at(path: str, revision: str | None) -> Facts:
+    """What a checkpoint's headers tell, read once per process."""
     checkpoint = Checkpoint.open(path, revision=revision)
-    return Held(checkpoint.view, detect_layout(checkpoint), checkpoint.config)
+    held = Held(checkpoint.view, detect_layout(checkpoint), checkpoint.config)
+    fits: dict[Kind, Fit] = {kind: fit(held, kind) for kind in ("target", "nextn", "dspark")}
+    return Facts(held.config, held.layout, frozenset(held.view.modules), fits)
 
 
-def respell(config: Any, facts: ModelConfigFacts) -> None:
-    """Give a Transformers config the releases' keys where the file spells them otherwise."""
-    released = facts.released_spelling()
+def respelled(config: ModelConfigFacts) -> dict[str, Any]:
+    """The releases' keys, as Transformers attributes, where the file spells them otherwise."""
+    released = config.released_spelling()
     theta, scaling = released.pop("rope_theta"), released.pop("rope_scaling")
-    written = [key for key in released if facts.raw.get(key) is None and released[key] is not None]
-    for key in written:
-        setattr(config, key, released[key])
-    nested = facts.raw.get("rope_parameters")
+    changes = {key: value for key, value in released.items() if config.raw.get(key) is None and value is not None}
+    nested = config.raw.get("rope_parameters")
     if isinstance(nested, dict) and {"main", "compress"} & nested.keys():
         kind = scaling["type"] if scaling else "default"
-        config.rope_parameters = {**(scaling or {}), "rope_type": kind, "rope_theta": theta}
-        written.append("rope_parameters")
-    if written:
-        logger.info("%sconfig.json of a newer Transformers: SGLang is given %s", PREFIX, ", ".join(written))
+        changes["rope_parameters"] = {**(scaling or {}), "rope_type": kind, "rope_theta": theta}
+    return changes
 
 
-def requantise(config: Any, fitted: Fit) -> None:
-    """Replace the quantisation section where the stream delivers something else than it says."""
-    if not fitted.rewritten:
+def _say(changes: Mapping[str, Any]) -> None:
+    spelled = [key for key in changes if key != "quantization_config"]
+    if spelled:
+        logger.info("%sconfig.json of a newer Transformers: SGLang is given %s", PREFIX, ", ".join(spelled))
+    if "quantization_config" not in changes:
         return
-    if fitted.section is None:
-        config.quantization_config = None
+    section = changes["quantization_config"]
+    if section is None:
         logger.info("%snothing here is quantised: SGLang is given no quantization_config", PREFIX)
-        return
-    config.quantization_config = dict(fitted.section)
-    kept = len(fitted.section.get("ignored_layers") or ())
-    logger.info("%sSGLang is given quant_method %s, %d modules in BF16", PREFIX, fitted.method, kept)
+    else:
+        kept = len(section.get("ignored_layers") or ())
+        logger.info("%sSGLang is given quant_method %s, %d modules in BF16", PREFIX, section["quant_method"], kept)

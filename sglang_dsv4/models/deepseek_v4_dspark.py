@@ -24,7 +24,7 @@ class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
         self.uses_own_vocab_modules = bool(known.own)
         super().__init__(config, quant_config, prefix)
         self.known = known
-        if self.confidence_head is not None and not known.held.view.place("mtp.*.confidence_head.proj"):
+        if self.confidence_head is not None and "mtp.*.confidence_head.proj" not in known.facts.places:
             raise RefusedError(
                 "this draft has no confidence head",
                 found="another SGLANG_RAGGED_VERIFY_MODE than static, which needs one",

@@ -15,9 +15,8 @@ from sglang_dsv4.checkpoint.layout import Layout
 from sglang_dsv4.decisions.decide import Flags
 from sglang_dsv4.decisions.fp4 import ExpertDecision
 from sglang_dsv4.decisions.gather import experts_of
-from sglang_dsv4.decisions.hf_config import held_at
+from sglang_dsv4.decisions.hf_config import Facts, facts_at, require_adapted
 from sglang_dsv4.decisions.parallel import pads
-from sglang_dsv4.decisions.quantization import Held
 from sglang_dsv4.models.loading.plan import block_of
 from sglang_dsv4.models.loading.wiring import Kind
 from sglang_dsv4.stream.select import Part
@@ -29,11 +28,11 @@ WITHOUT_LOAD_WEIGHTS = ("dummy", "sharded_state", "presharded", "remote_instance
 class Known(NamedTuple):
     """What the checkpoint's headers and the flags say of one model.
 
-    held: the checkpoint. experts: what its routed experts run as. widths: of an expert on disk and in SGLang. own:
+    facts: of the checkpoint. experts: what its routed experts run as. widths: of an expert on disk and in SGLang. own:
     which of embedding and head the draft brings itself.
     """
 
-    held: Held
+    facts: Facts
     experts: ExpertDecision
     widths: tuple[int, int]
     own: frozenset[Part]
@@ -42,23 +41,25 @@ class Known(NamedTuple):
 def prepare(config: Any, quant_config: Any, kind: Kind) -> Known:
     """Decide for the model that is about to be built, from its own tensors and the flags; set both configs accordingly.
 
-    Raises RefusedError where the truth table refuses, LayoutError and its kin where the checkpoint cannot be read.
+    Raises RefusedError where the truth table refuses, LayoutError and its kin where the checkpoint cannot be read,
+    HookError where the config is not as our hook would have left it.
     """
-    held = held_at(model_path(kind))
-    decision = experts_of(held.layout, held.config, "target" if kind == "target" else "draft", Flags.read())
+    facts = facts_at(model_path(kind), _revision(kind))
+    require_adapted(config, facts.changes(kind))
+    decision = experts_of(facts.layout, facts.config, "target" if kind == "target" else "draft", Flags.read())
     if decision.refusal is not None:
         raise decision.refusal.error()
     if hasattr(quant_config, "is_fp4_experts"):
         quant_config.is_fp4_experts = decision.runs == "fp4"
-    own = frozenset(_own_vocabulary(held.layout)) if kind != "target" else frozenset()
-    return Known(held, decision, _widths(config, quant_config, held), own)
+    own = frozenset(_own_vocabulary(facts.layout)) if kind != "target" else frozenset()
+    return Known(facts, decision, _widths(config, quant_config, facts.config["I"]), own)
 
 
 def _own_vocabulary(layout: Layout) -> list[Part]:
     return [*(["embed"] if layout.own_embedding else []), *(["head"] if layout.own_head else [])]  # type: ignore[list-item]
 
 
-def _widths(config: Any, quant_config: Any, held: Held) -> tuple[int, int]:
+def _widths(config: Any, quant_config: Any, stored: int) -> tuple[int, int]:
     """Width of an expert on disk and in SGLang; `config.moe_intermediate_size` is raised to the second.
 
     SGLang wants every rank's part of a block-FP8 expert to be whole blocks (srt/layers/quantization/fp8.py:1588, :606).
@@ -66,7 +67,6 @@ def _widths(config: Any, quant_config: Any, held: Held) -> tuple[int, int]:
     """
     from sglang.srt.runtime_context import get_parallel
 
-    stored = held.config["I"]
     parallel = get_parallel()
     split = parallel.tp_size if pads(parallel.tp_size, parallel.moe_tp_size) else 1
     unit = split * max(block_of(quant_config)) if hasattr(quant_config, "weight_block_size") else 1
@@ -80,6 +80,15 @@ def model_path(kind: Kind) -> str:
 
     arguments = get_server_args()
     return (arguments.speculative_draft_model_path if kind != "target" else None) or arguments.model_path
+
+
+def _revision(kind: Kind) -> str | None:
+    from sglang.srt.runtime_context import get_server_args
+
+    arguments = get_server_args()
+    if kind != "target" and arguments.speculative_draft_model_path:
+        return arguments.speculative_draft_model_revision or arguments.revision  # as ModelConfig.from_server_args
+    return arguments.revision
 
 
 def filled_without_us(kind: Kind) -> bool:

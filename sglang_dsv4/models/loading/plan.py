@@ -140,7 +140,7 @@ def _share(model: Any, wiring: Wiring, modules: dict[str, torch.nn.Module]) -> S
         if kept is not None:
             experts[f"{wiring.native}.{number}"] = frozenset(kept)
     stage = getattr(model, "pp_group", None) if wiring.kind == "target" else None
-    held = model.known.held
+    facts = model.known.facts
     return Share(
         kind=wiring.kind,
         layers=_layers(model, wiring),
@@ -148,7 +148,7 @@ def _share(model: Any, wiring: Wiring, modules: dict[str, torch.nn.Module]) -> S
         last_stage=stage is None or stage.is_last_rank,
         experts=experts,
         own=model.known.own,
-        tied=wiring.kind == "target" and (held.config.tie_word_embeddings or not held.view.place("head")),
+        tied=wiring.kind == "target" and (facts.config.tie_word_embeddings or "head" not in facts.places),
         confidence=getattr(model, "confidence_head", None) is not None,
     )
 
