@@ -22,12 +22,22 @@ RUNS = [
 ]  # without an all-to-all, expert parallelism has no slot for a fused shared expert
 
 
-@pytest.mark.parametrize(("case", "rank"), RUNS, ids=map(", ".join, RUNS))
-def test_the_bytes_are_upstreams(loader, made, case, rank):
-    options, draft, arguments, flags = CASES[case]
+def compare(loader, checkpoint, case, rank):
+    _options, draft, arguments, flags = CASES[case]
     parallel, number = RANKS[rank]
     how = {"draft": draft, "arguments": (*arguments, *parallel), "flags": flags, "tp_rank": number}
-    ours = loader.load(made(**options), **how).digests
-    theirs = loader.load(made(**options), model_impl="auto", **how).digests
+    ours = loader.load(checkpoint, **how).digests
+    theirs = loader.load(checkpoint, model_impl="auto", **how).digests
     assert ours.keys() <= theirs.keys()
     assert ours == {name: theirs[name] for name in ours}
+
+
+@pytest.mark.parametrize(("case", "rank"), RUNS, ids=map(", ".join, RUNS))
+def test_the_bytes_are_upstreams(loader, made, case, rank):
+    compare(loader, made(**CASES[case][0]), case, rank)
+
+
+@pytest.mark.parametrize("rank", ["one", "second of two"])
+@pytest.mark.parametrize("case", ["target", "nextn", "dspark"])
+def test_the_bytes_are_upstreams_where_wo_a_stays_fp8(keeping_loader, made, case, rank):
+    compare(keeping_loader, made(**CASES[case][0]), case, rank)
