@@ -127,6 +127,17 @@ def pads(tp: int, moe_tp: int) -> bool:
     return moe_tp > 1 or tp == 1
 
 
+def padded_width(stored: int, tp: int, moe_tp: int, block: tuple[int, int] | None) -> int:
+    """Width of an expert as SGLang holds it: whole blocks, and as many for every rank where they are dealt out.
+
+    block: (rows, columns) of one FP8 scale; None where nothing is block FP8, and nothing is padded.
+    """
+    if block is None:
+        return stored
+    unit = (tp if pads(tp, moe_tp) else 1) * max(block)
+    return -(-stored // unit) * unit
+
+
 def parallel_refusals(
     sizes: Sizes, ranks: Ranks, routed: Width, *, shared_tp1: bool = False, padded: bool = False
 ) -> list[Refusal]:

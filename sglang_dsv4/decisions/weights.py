@@ -10,7 +10,7 @@ from sglang_dsv4.checkpoint.sizes import Conversion, Spread, Weights, draft_per_
 from sglang_dsv4.decisions.decide import Decision, Inputs
 from sglang_dsv4.decisions.launch import Files
 from sglang_dsv4.decisions.moe_names import CUDA
-from sglang_dsv4.decisions.parallel import EP_SPANS_TP
+from sglang_dsv4.decisions.parallel import EP_SPANS_TP, padded_width
 
 UNQUANTISED: frozenset[str | Format] = frozenset(
     {
@@ -99,7 +99,7 @@ def _spread(inputs: Inputs) -> Spread:
 
 
 def _conversion(inputs: Inputs, converts: bool, expanded: frozenset[str | Format]) -> Conversion:
-    edge = max(inputs.sizes.block) if inputs.sizes.block else 128
-    unit = inputs.ranks.tp * edge
-    width = -(-inputs.sizes.moe_intermediate // unit) * unit if inputs.padded and inputs.sizes.block else None
-    return Conversion(edge if converts else None, expanded, width)
+    ranks, sizes = inputs.ranks.resolved(), inputs.sizes
+    edge = max(sizes.block) if sizes.block else 128
+    width = padded_width(sizes.moe_intermediate, ranks.tp, ranks.moe_tp, sizes.block)
+    return Conversion(edge if converts else None, expanded, width if width != sizes.moe_intermediate else None)

@@ -16,7 +16,8 @@ from sglang_dsv4.decisions.decide import Flags
 from sglang_dsv4.decisions.fp4 import ExpertDecision
 from sglang_dsv4.decisions.gather import experts_of
 from sglang_dsv4.decisions.hf_config import Facts, facts_at, require_adapted
-from sglang_dsv4.decisions.parallel import pads
+from sglang_dsv4.decisions.parallel import padded_width
+from sglang_dsv4.errors import RefusedError
 from sglang_dsv4.models.loading.plan import block_of
 from sglang_dsv4.models.loading.wiring import Kind
 from sglang_dsv4.stream.select import Part
@@ -68,9 +69,16 @@ def _widths(config: Any, quant_config: Any, stored: int) -> tuple[int, int]:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    split = parallel.tp_size if pads(parallel.tp_size, parallel.moe_tp_size) else 1
-    unit = split * max(block_of(quant_config)) if hasattr(quant_config, "weight_block_size") else 1
-    config.moe_intermediate_size = -(-stored // unit) * unit
+    block = block_of(quant_config) if hasattr(quant_config, "weight_block_size") else None
+    held = padded_width(stored, parallel.tp_size, parallel.moe_tp_size, block)
+    if held != stored and getattr(config, "n_shared_experts", 1) > 1:
+        raise RefusedError(
+            f"experts of width {stored} would have to be padded to {held}, and several shared experts stand side by side",
+            found=f"n_shared_experts {config.n_shared_experts}, --tp-size {parallel.tp_size}",
+            expected="one shared expert, or a width that every rank can share in whole blocks",
+            remedy="Lower --tp-size, or use --ep-size equal to it.",
+        )
+    config.moe_intermediate_size = held
     return stored, config.moe_intermediate_size
 
 
