@@ -7,6 +7,7 @@ can catch one kind; `Dsv4Error` itself is a `ValueError`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 PREFIX = "sglang_dsv4: "
@@ -28,6 +29,7 @@ class Dsv4Error(ValueError):
         self.remedy = remedy
         self.details = tuple(details)
         self.joined: tuple[Dsv4Error, ...] = ()
+        self.shown = False
 
     def __reduce__(self):  # keyword-only arguments must survive a pickle between processes
         parts = {"found": self.found, "expected": self.expected, "remedy": self.remedy, "details": self.details}
@@ -50,6 +52,13 @@ class Dsv4Error(ValueError):
 
     def __str__(self) -> str:
         return "\n".join([self.headline(), *(f"  {line}" for line in self.details)])
+
+
+def show(error: Dsv4Error) -> None:
+    """Print an error on stderr, once, however many places see it pass."""
+    if not error.shown:
+        error.shown = True
+        print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
 
 
 def _rebuild(cls: type[Dsv4Error], what: str, parts: dict) -> Dsv4Error:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from sglang_dsv4 import __version__, compat, envs
-from sglang_dsv4.errors import PREFIX, Dsv4Error, HookError, UnknownArchitectureError
+from sglang_dsv4.errors import PREFIX, Dsv4Error, HookError, UnknownArchitectureError, show
 
 logger = logging.getLogger(__name__)
 
@@ -140,11 +140,11 @@ def show_our_errors_plainly() -> None:
         return
     previous = sys.excepthook
 
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def plainly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, Dsv4Error):
-            print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
+            show(error)
         else:
             previous(kind, error, trace)
 
-    show._sglang_dsv4 = True  # type: ignore[attr-defined]
-    sys.excepthook = show
+    plainly._sglang_dsv4 = True  # type: ignore[attr-defined]
+    sys.excepthook = plainly

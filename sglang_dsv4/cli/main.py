@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from sglang_dsv4 import __version__
-from sglang_dsv4.errors import PREFIX, Dsv4Error
+from sglang_dsv4.errors import PREFIX, Dsv4Error, show
 
 # One module a command; each exports add_parser(subparsers), which sets `run`. Nothing heavy is imported by these.
 COMMANDS = ("check", "load", "make_tiny", "doctor", "bench")
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # what fails here would be a traceback of the interpreter's at its end
         return status
     except Dsv4Error as error:
-        print(f"{PREFIX}{error}", file=sys.stderr)
+        show(error)
     except BrokenPipeError:  # the reader of our output went away
         _let_go_of_stdout()
     except OSError as error:

@@ -73,7 +73,7 @@ def _widths(config: Any, quant_config: Any, stored: int) -> tuple[int, int]:
     held = padded_width(stored, parallel.tp_size, parallel.moe_tp_size, block)
     if held != stored and getattr(config, "n_shared_experts", 1) > 1:
         raise RefusedError(
-            f"experts of width {stored} would have to be padded to {held}, and several shared experts stand side by side",
+            f"experts of width {stored} would be padded to {held}, and several shared experts stand side by side",
             found=f"n_shared_experts {config.n_shared_experts}, --tp-size {parallel.tp_size}",
             expected="one shared expert, or a width that every rank can share in whole blocks",
             remedy="Lower --tp-size, or use --ep-size equal to it.",

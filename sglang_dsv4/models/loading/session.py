@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import envs
 from sglang_dsv4.compat import RUNAI_MARK
-from sglang_dsv4.errors import PREFIX, Dsv4Error, IncompleteLoadError
+from sglang_dsv4.errors import PREFIX, Dsv4Error, IncompleteLoadError, show
 from sglang_dsv4.models.loading.direct import DirectWriter, hidden_from_upstream
 from sglang_dsv4.models.loading.experts import filled_without_us, model_path, vocabulary
 from sglang_dsv4.models.loading.plan import Plan, make_plan, taking_sharded
@@ -76,7 +75,7 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
         if source is not None or not (hasattr(model, "load_report") or filled_without_us(wiring.kind)):
             require_complete(model, proof)
     except Dsv4Error as error:
-        print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
+        show(error)
         raise
     report.spend("total", time.perf_counter() - started)
     model.load_report = report
