@@ -99,6 +99,29 @@ def test_a_missing_position_table_is_an_error(changed, loader, name):
     assert caught.value.details == (f"missing: {name}",)
 
 
+# --- routing by token id ----------------------------------------------------------------------------------------------
+
+
+def first_column(files):
+    """What a build for fewer experts per token does to the table of the hash layer."""
+    name = "layers.0.ffn.gate.tid2eid"
+    shard = shards.of(files, name)
+    table = np.frombuffer(shard[name].data, np.int64).reshape(shard[name].shape)
+    shard[name] = shards.Tensor("I64", (len(table), 1), np.ascontiguousarray(table[:, :1]).tobytes())
+
+
+def test_a_table_for_fewer_experts_per_token_loads_with_its_config(changed, loader):
+    name = "model.layers.0.mlp.topk.tid2eid"
+    found = loader.load(changed(first_column, num_experts_per_tok=1), keep=name.replace(".", r"\."))
+    assert found.kept[name].shape == (512, 1)
+
+
+def test_a_table_of_another_width_than_the_configs_is_refused(changed, loader):
+    with pytest.raises(IncompleteLoadError) as caught:
+        loader.load(changed(first_column))
+    assert caught.value.details == ("wrong: layers.0.ffn.gate.tid2eid: found shape [512, 1], expected [512, 2]",)
+
+
 # --- config.json of newer Transformers --------------------------------------------------------------------------------
 
 

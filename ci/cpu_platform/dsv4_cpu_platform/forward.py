@@ -110,8 +110,10 @@ def attach(model: Any) -> None:
         return load_weights(*args, **kwargs)
 
     def share_embedding_and_head(embed: torch.nn.Parameter, head: torch.nn.Parameter) -> None:
-        """Upstream's also waits for a GPU."""
-        model.model.embed_tokens.weight, model.lm_head.weight = embed, head
+        """Upstream's also waits for a GPU. A class that lets a draft keep its own says which two to use."""
+        choose = getattr(model, "vocabulary", None)
+        chosen = (embed, head) if choose is None else choose(embed, head)
+        model.model.embed_tokens.weight, model.lm_head.weight = chosen
         served.mark_stale()
 
     model.load_weights = load_and_mark
