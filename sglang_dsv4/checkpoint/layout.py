@@ -90,6 +90,10 @@ class Layout:
     own_head: bool
 
 
+BLOCK_KEY = "quantization_config.weight_block_size"
+"""The one claim that SGLang acts on whatever the tensors say: it allocates the block scales by it."""
+
+
 class Disagreement(NamedTuple):
     """A claim of config.json that the tensors do not bear out."""
 
@@ -336,9 +340,7 @@ def disagreements(config: ModelConfigFacts, layout: Layout) -> list[Disagreement
             found.append(Disagreement(key, claim, experts.format.value, evidence))
     block = layout.target_dense.block or layout.draft_dense.block
     if quant.block is not None and block is not None and quant.block != (block, block):
-        found.append(
-            Disagreement("quantization_config.weight_block_size", str(list(quant.block)), str([block] * 2), "")
-        )
+        found.append(Disagreement(BLOCK_KEY, str(list(quant.block)), str([block] * 2), ""))
     if quant.method is None and any(
         form is not Format.BF16 for form in (experts.format, *layout.target_dense.formats) if form
     ):

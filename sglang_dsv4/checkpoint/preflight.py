@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from sglang_dsv4.checkpoint.expected import Completeness, compare
 from sglang_dsv4.checkpoint.headers import TensorInfo
-from sglang_dsv4.checkpoint.index import Checkpoint
-from sglang_dsv4.checkpoint.layout import Disagreement, Layout, disagreements, survey_layout
+from sglang_dsv4.checkpoint.index import CONFIG_FILE, Checkpoint
+from sglang_dsv4.checkpoint.layout import BLOCK_KEY, Disagreement, Layout, disagreements, survey_layout
 from sglang_dsv4.checkpoint.names import is_draft
 from sglang_dsv4.checkpoint.view import NativeView
-from sglang_dsv4.errors import Dsv4Error, HeaderError, IncompleteLoadError, TruncatedShardError
+from sglang_dsv4.errors import ConfigError, Dsv4Error, HeaderError, IncompleteLoadError, TruncatedShardError
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,17 @@ def _inspect(checkpoint: Checkpoint, tensors: Iterable[TensorInfo]) -> tuple[Ins
     untold = bool(view.stages()) and not layout.stages
     draft = Completeness((), (), (), ()) if untold else _half(found, draft=True)
     claims = tuple(disagreements(config, layout))
-    return Inspection(checkpoint, view, layout, _half(found, draft=False), draft, claims), list(faults)
+    misled = [_misled(checkpoint, claim) for claim in claims if claim.key == BLOCK_KEY]
+    return Inspection(checkpoint, view, layout, _half(found, draft=False), draft, claims), [*faults, *misled]
+
+
+def _misled(checkpoint: Checkpoint, claim: Disagreement) -> ConfigError:
+    return ConfigError(
+        f"{checkpoint.storage.locate(CONFIG_FILE)}: {claim.key} is not the block of the scales",
+        found=claim.claimed,
+        expected=f"{claim.found}, which the shapes say",
+        remedy="Take the config.json that was released with this checkpoint.",
+    )
 
 
 def _half(found: Completeness, *, draft: bool) -> Completeness:

@@ -9,8 +9,9 @@ import grammar
 import pytest
 from check_runs import Run, header_end, reads, write
 
+from sglang_dsv4.checkpoint.tiny.make import Options, make_tiny
 from sglang_dsv4.cli.check.arguments import as_server_arguments
-from sglang_dsv4.cli.main import build_parser
+from sglang_dsv4.cli.main import build_parser, main
 from sglang_dsv4.decisions import resolution
 from sglang_dsv4.decisions.launch import survey_launch
 from sglang_dsv4.errors import RefusedError, together
@@ -422,9 +423,23 @@ def test_v41_lists_that_are_none(run, tmp_path, key):
     config = grammar.config("v41_flash", "tiny_v41", "dspark")
     config["text_config"][key] = 3
     folder = grammar.write(tmp_path / "v4", grammar.expand("v41_flash", "tiny_v41", "dspark"), config)
-    assert run.refusals(folder) == [("ConfigError", f"config.json: {key}; found 3; expected a list of integers.")]
+    remedy = "Use the config.json that was released with this checkpoint."
+    assert run.refusals(folder) == [
+        ("ConfigError", f"config.json: {key}; found 3; expected a list of integers. {remedy}")
+    ]
 
 
 def test_a_tensor_without_extent(run, tmp_path):
     folder = write(tmp_path / "v4", "none", change=lambda spec: spec.update({"embed.weight": ("BF16", (0, 256))}))
     assert "wrong: embed.weight: found shape [0, 256]" in run.refusals(folder)[0][1]
+
+
+def test_a_block_that_the_scales_do_not_have_is_refused_before_the_load(tmp_path, capsys):
+    """SGLang allocates the scales by the config; without this, the load ends in mid-stream."""
+    make_tiny(tmp_path / "v4", Options())
+    config = json.loads((tmp_path / "v4" / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [64, 64]
+    (tmp_path / "v4" / "config.json").write_text(json.dumps(config))
+    assert main(["check", str(tmp_path / "v4")]) == 1
+    said = capsys.readouterr().out
+    assert "weight_block_size is not the block of the scales; found [64, 64]; expected [128, 128]" in said
