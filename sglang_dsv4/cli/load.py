@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.preflight import survey
 from sglang_dsv4.cli.doctor import registration
 from sglang_dsv4.decisions.arch import detect_arch
@@ -166,7 +167,7 @@ def require_device() -> None:
 
     Must run before SGLang is imported.
     """
-    if os.environ.get("SGLANG_PLATFORM"):
+    if envs.PLATFORM.raw():
         return
     import torch
 
@@ -179,4 +180,4 @@ def require_device() -> None:
             expected=f"a GPU, or the platform {CPU_PLATFORM}",
             remedy="Install it from a checkout of this project: pip install -e ci/cpu_platform.",
         )
-    os.environ["SGLANG_PLATFORM"] = CPU_PLATFORM
+    os.environ[envs.PLATFORM.name] = CPU_PLATFORM

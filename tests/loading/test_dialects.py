@@ -76,12 +76,20 @@ def stacked(made, tmp_path_factory):
         ("fp8", "e8m0", {}),
         ("fp8", "float32", {"arguments": ("--tp-size", "2"), "tp_rank": 1}),
         ("fp4", "e8m0", {"arguments": ("--tp-size", "2", "--ep-size", "2"), "tp_rank": 1}),
+        ("fp4", "e8m0", {"poison": "reversed", "flags": {"SGLANG_DSV4_FP4_DEQUANT": "1"}}),
     ],
-    ids=["fp4", "converted", "fp8", "tp", "ep"],
+    ids=["fp4", "converted", "fp8", "tp", "ep", "one buffer"],
 )
 def test_stacked_experts_are_the_same_too(loader, made, stacked, expert_format, scales, how):
     one_by_one = loader.load(made(expert_format=expert_format), **how)
     assert loader.load(stacked(expert_format, scales), **how).digests == one_by_one.digests
+
+
+@pytest.mark.parametrize("options", [{"names": "quark"}, {"expert_format": "fp8", "scales": "float32"}])
+@pytest.mark.parametrize("order", ["file", "scales first"])
+def test_other_layouts_need_no_tensor_after_its_turn(loader, made, plain, options, order):
+    found = loader.load(made(**options), poison=order)
+    assert found.digests == plain(made(**options)).digests
 
 
 # --- every public layout, from the grammar ----------------------------------------------------------------------------

@@ -217,3 +217,7 @@ def test_setup_cfg_and_compat_agree_on_the_lower_bound():
     lower = [str(part) for part in SpecifierSet(compat.SUPPORTED) if part.operator == ">="]
     assert [bound] == lower
     assert compat.PINNED in SpecifierSet(compat.SUPPORTED)
+
+
+def test_what_setup_installs_is_the_release_that_is_said_to_be_tested():
+    assert f"\nsglang={compat.PINNED}\n" in (ROOT / "ci" / "setup").read_text()

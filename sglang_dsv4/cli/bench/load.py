@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4 import compat
+from sglang_dsv4 import compat, envs
 from sglang_dsv4.cli.bench.measure import machine
 
 SAMPLE = 0.005
@@ -172,7 +172,7 @@ def _flags_kept() -> Iterator[None]:
 
 
 def _print(args: argparse.Namespace, phases: dict[str, Phase]) -> None:
-    flags = {name: os.environ.get(name) for name in ("SGLANG_DSV4_FP4_DEQUANT", "SGLANG_OPT_FP8_WO_A_GEMM")}
+    flags = {flag.name: flag.raw() for flag in (envs.FP4_DEQUANT, envs.FP8_WO_A)}
     rows: dict[str, dict[str, Any]] = {
         name: {
             "seconds": round(statistics.median(phase.seconds), 3),
