@@ -76,7 +76,7 @@ def stacked(made, tmp_path_factory):
         ("fp8", "e8m0", {}),
         ("fp8", "float32", {"arguments": ("--tp-size", "2"), "tp_rank": 1}),
         ("fp4", "e8m0", {"arguments": ("--tp-size", "2", "--ep-size", "2"), "tp_rank": 1}),
-        ("fp4", "e8m0", {"poison": "reversed", "flags": {"SGLANG_DSV4_FP4_DEQUANT": "1"}}),
+        ("fp4", "e8m0", {"poison": "scales first", "flags": {"SGLANG_DSV4_FP4_DEQUANT": "1"}}),
     ],
     ids=["fp4", "converted", "fp8", "tp", "ep", "one buffer"],
 )
