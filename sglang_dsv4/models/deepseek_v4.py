@@ -19,7 +19,7 @@ class DeepseekV4ForCausalLM(upstream.DeepseekV4ForCausalLM):
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         known = prepare(config, quant_config, TARGET.kind)
-        super().__init__(config, quant_config, prefix)
+        super().__init__(config, known.quant_config, prefix)
         self.known = known
 
     def loading_plan(self) -> Plan:

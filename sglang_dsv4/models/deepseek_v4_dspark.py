@@ -22,7 +22,7 @@ class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         known = prepare(config, quant_config, DSPARK.kind)
         self.uses_own_vocab_modules = bool(known.own)
-        super().__init__(config, quant_config, prefix)
+        super().__init__(config, known.quant_config, prefix)
         self.known = known
         if self.confidence_head is not None and "mtp.*.confidence_head.proj" not in known.facts.places:
             raise RefusedError(

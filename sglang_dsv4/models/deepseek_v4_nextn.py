@@ -19,7 +19,7 @@ class DeepseekV4ForCausalLMNextN(upstream.DeepseekV4ForCausalLMNextN):
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         known = prepare(config, quant_config, NEXTN.kind)
-        super().__init__(config, quant_config, prefix)
+        super().__init__(config, known.quant_config, prefix)
         self.known = known
 
     def set_embed_and_head(self, embed: torch.nn.Parameter, head: torch.nn.Parameter) -> None:

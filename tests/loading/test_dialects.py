@@ -208,6 +208,23 @@ def test_a_bf16_draft_beside_nvfp4_experts_brings_its_own_vocabulary(nvfp4, made
     assert draft.report["fallbacks"] == ["embedding of the draft: its own", "output head of the draft: its own"]
 
 
+@pytest.mark.parametrize("target", ["nvfp4", "fp4"])
+def test_a_bf16_draft_beside_a_quantised_target(loader, made, plain, tmp_path, target):
+    unquantised = made(expert_format="bf16", draft="mtp")
+    draft = {name: tensor for name, tensor in shards.tensors(unquantised).items() if name.startswith("mtp.")}
+
+    def change(files):
+        last = next(name for name in files if "mtp.0.norm.weight" in files[name])
+        files[last] = draft
+
+    checkpoint = shards.edited(made(expert_format=target, draft="mtp"), tmp_path / "checkpoint", change)
+    (checkpoint / "hf_quant_config.json").write_text(
+        '{"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}}'
+    )
+    found = loader.run(as_on_a_gpu, jobs.Load(str(checkpoint), draft=True, arguments=MARLIN), True)
+    assert found.digests == plain(unquantised, draft=True).digests
+
+
 def test_an_mxfp4_draft_beside_nvfp4_experts(nvfp4, made, plain):
     wanted = plain(made(draft="mtp"), draft=True).digests
     found = nvfp4(expert_format="nvfp4", draft="mtp", which_draft=True).digests

@@ -30,13 +30,14 @@ class Known(NamedTuple):
     """What the checkpoint's headers and the flags say of one model.
 
     facts: of the checkpoint. experts: what its routed experts run as. widths: of an expert on disk and in SGLang. own:
-    which of embedding and head the draft brings itself.
+    which of embedding and head the draft brings itself. quant_config: what to build the model with.
     """
 
     facts: Facts
     experts: ExpertDecision
     widths: tuple[int, int]
     own: frozenset[Part]
+    quant_config: Any
 
 
 def prepare(config: Any, quant_config: Any, kind: Kind) -> Known:
@@ -47,13 +48,15 @@ def prepare(config: Any, quant_config: Any, kind: Kind) -> Known:
     """
     facts = facts_at(model_path(kind), _revision(kind))
     require_adapted(config, facts.changes(kind))
+    if kind != "target" and facts.fits[kind].section is None and not _draft_is_quantised_online():
+        quant_config = None  # SGLang may have found one for the target in hf_quant_config.json
     decision = experts_of(facts.layout, facts.config, "target" if kind == "target" else "draft", Flags.read())
     if decision.refusal is not None:
         raise decision.refusal.error()
     if hasattr(quant_config, "is_fp4_experts"):
         quant_config.is_fp4_experts = decision.runs == "fp4"
     own = frozenset(_own_vocabulary(facts.layout)) if kind != "target" else frozenset()
-    return Known(facts, decision, _widths(config, quant_config, facts.config["I"]), own)
+    return Known(facts, decision, _widths(config, quant_config, facts.config["I"]), own, quant_config)
 
 
 def _own_vocabulary(layout: Layout) -> list[Part]:
@@ -97,6 +100,14 @@ def _revision(kind: Kind) -> str | None:
     if kind != "target" and arguments.speculative_draft_model_path:
         return arguments.speculative_draft_model_revision or arguments.revision  # as ModelConfig.from_server_args
     return arguments.revision
+
+
+def _draft_is_quantised_online() -> bool:
+    """Whether --speculative-draft-model-quantization asks for something that the target is not asked for."""
+    from sglang.srt.runtime_context import get_server_args
+
+    arguments = get_server_args()
+    return arguments.speculative_draft_model_quantization not in (None, arguments.quantization)
 
 
 def filled_without_us(kind: Kind) -> bool:
