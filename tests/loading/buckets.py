@@ -20,7 +20,7 @@ CREDENTIALS = {
     "AWS_EC2_METADATA_DISABLED": "true",
     "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
 }
-BUCKET = "models"
+BUCKET = "streamed"
 
 
 @dataclass(frozen=True)

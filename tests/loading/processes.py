@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jobs
+from filelock import FileLock
 
 OLD_STREAMER = "0.15.7"
 """A RunAI streamer that yields views of one reused buffer; from 0.17 on it replaces what it hands out."""
@@ -41,8 +42,10 @@ def process(*, wo_a_fp8: str = "0", extra_path: str = "") -> Iterator[Process]:
 def install_old_streamer() -> Path:
     """The folder that holds `OLD_STREAMER`, in the checkout's cache; installed by the first test that wants it."""
     folder = Path(__file__).parents[2] / ".cache" / f"runai-model-streamer-{OLD_STREAMER}"
-    if not (folder / "runai_model_streamer_s3").is_dir():
-        packages = [f"runai-model-streamer{plugin}=={OLD_STREAMER}" for plugin in ("", "-s3")]
-        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *packages]
-        subprocess.run(install, check=True)
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):  # two test workers may want it at once
+        if not (folder / "runai_model_streamer_s3").is_dir():
+            packages = [f"runai-model-streamer{plugin}=={OLD_STREAMER}" for plugin in ("", "-s3")]
+            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *packages]
+            subprocess.run(install, check=True)
     return folder

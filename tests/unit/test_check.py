@@ -278,16 +278,16 @@ def test_object_storage_tells_the_same(run, dspark, monkeypatch):
         }.items():
             monkeypatch.setenv(flag, value)
         client = boto3.client("s3")
-        client.create_bucket(Bucket="models")
+        client.create_bucket(Bucket="checked")
         for path in dspark.iterdir():
-            client.upload_file(str(path), "models", f"v4/{path.name}")
-        remote, local = run.json("s3://models/v4", "--pp-size", 2), run.json(dspark, "--pp-size", 2)
-        client.delete_object(Bucket="models", Key="v4/model-00003-of-00010.safetensors")
-        [(code, message)] = run.refusals("s3://models/v4")
+            client.upload_file(str(path), "checked", f"v4/{path.name}")
+        remote, local = run.json("s3://checked/v4", "--pp-size", 2), run.json(dspark, "--pp-size", 2)
+        client.delete_object(Bucket="checked", Key="v4/model-00003-of-00010.safetensors")
+        [(code, message)] = run.refusals("s3://checked/v4")
     finally:
         server.stop()
     for key in ("ok", "model", "layout", "weights", "decisions", "notes", "refusals"):
-        told = json.dumps(remote[key]).replace("s3://models/v4", str(dspark))
+        told = json.dumps(remote[key]).replace("s3://checked/v4", str(dspark))
         assert json.loads(told) == local[key], key
     assert remote["files"]["reads"] == 2 + 10  # config, index, and one range for each header
     assert code == "IndexMismatchError"

@@ -15,7 +15,7 @@ from sglang_dsv4.checkpoint.preflight import preflight
 from sglang_dsv4.checkpoint.storage import open_storage
 from sglang_dsv4.errors import CheckpointNotFoundError, StorageError
 
-BUCKET, FOLDER = "models", "deep/v4"
+BUCKET, FOLDER = "headers", "deep/v4"
 STORAGE_FLAGS = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "RUNAI_STREAMER_S3_ENDPOINT"),
     *("RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING", "RUNAI_STREAMER_S3_UNSIGNED", "STORAGE_EMULATOR_HOST"),
