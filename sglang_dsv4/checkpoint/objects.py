@@ -7,6 +7,7 @@ checked here is what the streamer will read.
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,14 +80,17 @@ class ObjectStorage(Storage):
 
     _remedy: str
 
+    @abstractmethod
     def _faults(self) -> tuple[type[Exception], ...]:
-        raise NotImplementedError
+        """What the service's client raises."""
 
+    @abstractmethod
     def _list_keys(self) -> dict[str, int]:
-        raise NotImplementedError
+        """Every key under the prefix with its size in bytes."""
 
+    @abstractmethod
     def _read_key(self, key: str, start: int, length: int) -> bytes:
-        raise NotImplementedError
+        """Bytes `start` to `start + length` of one object."""
 
 
 class S3Storage(ObjectStorage):
