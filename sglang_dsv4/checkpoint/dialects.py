@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from sglang_dsv4.checkpoint.formats import SUFFIXES
-from sglang_dsv4.checkpoint.modules import KINDS, NOT_TEXT, Kind, all_modules
+from sglang_dsv4.checkpoint.modules import KINDS, NOT_TEXT, ModuleKind, all_modules
 from sglang_dsv4.checkpoint.names import join_indices, samples, shorten, split_indices
 from sglang_dsv4.errors import UnknownDialectError
 
-_WHOLE = frozenset({Kind.BARE, Kind.IDS, Kind.STACK})  # places that are whole tensor names
+_WHOLE = frozenset({ModuleKind.BARE, ModuleKind.IDS, ModuleKind.STACK})  # places that are whole tensor names
 
 ROOT_SPELLINGS = {
     "embed": ("model.embed_tokens", "embed_tokens", "model.embed"),

@@ -16,8 +16,8 @@ from sglang_dsv4.checkpoint.layout import Layout
 from sglang_dsv4.checkpoint.modules import (
     NOT_TEXT,
     STACKED,
-    Kind,
     Module,
+    ModuleKind,
     derived,
     layer_modules,
     root_modules,
@@ -122,7 +122,7 @@ class _Comparison:
     def _stack(self, rows: Sequence[Module], prefix: str) -> Sequence[Module]:
         if not self.view.place(f"{prefix}ffn.experts.gate_up_proj"):
             return rows
-        return [row for row in rows if row.kind is not Kind.EXPERT] + list(STACKED)
+        return [row for row in rows if row.kind is not ModuleKind.EXPERT] + list(STACKED)
 
     def _rows(self, rows: Iterable[Module], prefix: str, indices: list[Indices], size: dict[str, int]) -> None:
         experts: list[Indices] = [(e,) for e in range(size["E"])]
@@ -130,7 +130,7 @@ class _Comparison:
             place = prefix + row.place
             shape = self._shape(row, place, size)
             group = self.view.place(place)
-            tails = experts if row.kind is Kind.EXPERT else [()]
+            tails = experts if row.kind is ModuleKind.EXPERT else [()]
             for at in (start + tail for start in indices for tail in tails):
                 self.expected.setdefault(place, set()).add(at)
                 parts = group.get(at)
@@ -165,9 +165,9 @@ class _Comparison:
 
     def _judge(self, row: Module, parts: Parts, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
         """(suffix, fault) of everything wrong with one module's tensors."""
-        if row.kind in (Kind.LINEAR, Kind.EXPERT):
+        if row.kind in (ModuleKind.LINEAR, ModuleKind.EXPERT):
             yield from self._judge_linear(parts, shape, self.block)
-        elif row.kind is Kind.TABLE:
+        elif row.kind is ModuleKind.TABLE:
             yield from self._judge_linear(parts, shape, (1, 32))
         else:
             wanted = "" if row.kind in _WHOLE else "weight"
@@ -178,11 +178,11 @@ class _Comparison:
                 yield wanted, _MISSING
                 return
             info = parts[wanted]
-            found = info.shape[: len(shape)] if row.kind is Kind.STACK else info.shape
+            found = info.shape[: len(shape)] if row.kind is ModuleKind.STACK else info.shape
             if found != shape:
                 yield wanted, _differs(info.shape, shape)
-            dtypes = _INTEGERS if row.kind is Kind.IDS else _FLOATS
-            if row.kind is not Kind.STACK and info.dtype not in dtypes:
+            dtypes = _INTEGERS if row.kind is ModuleKind.IDS else _FLOATS
+            if row.kind is not ModuleKind.STACK and info.dtype not in dtypes:
                 yield wanted, f"found dtype {info.dtype}, expected {' or '.join(dtypes)}"
 
     def _judge_linear(self, parts: Parts, shape: tuple[int, ...], block: tuple[int, int]) -> Iterator[tuple[str, str]]:
@@ -208,7 +208,7 @@ class _Comparison:
                 self.unexpected += (_name(place, at, suffix) for suffix in group[at])
 
 
-_WHOLE = (Kind.BARE, Kind.IDS, Kind.STACK)
+_WHOLE = (ModuleKind.BARE, ModuleKind.IDS, ModuleKind.STACK)
 _MISSING, _UNEXPECTED = "missing", "unexpected"
 
 

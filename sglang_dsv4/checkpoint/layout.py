@@ -16,7 +16,7 @@ from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.formats import Format, Rule, classify, role, square_blocks, weight_role
 from sglang_dsv4.checkpoint.headers import TensorInfo
 from sglang_dsv4.checkpoint.index import Checkpoint
-from sglang_dsv4.checkpoint.modules import KINDS, Kind
+from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind
 from sglang_dsv4.checkpoint.names import ranges, samples
 from sglang_dsv4.checkpoint.view import NativeView, Parts
 from sglang_dsv4.errors import LayoutError, together
@@ -215,7 +215,7 @@ def _dense(view: NativeView, prefix: str, hint: int | None, faults: list[LayoutE
     pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[TensorInfo, TensorInfo]] = {}
     unknown: list[Parts] = []
     for place, group in view.modules.items():
-        if not place.startswith(prefix) or KINDS.get(place) is not Kind.LINEAR:
+        if not place.startswith(prefix) or KINDS.get(place) is not ModuleKind.LINEAR:
             continue
         for indices, parts in group.items():
             rule = _rule_of(parts)

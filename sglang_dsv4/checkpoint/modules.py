@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 
+ModelKind = Literal["target", "nextn", "dspark"]
+"""The three models that may be loaded from one checkpoint: the target, and its draft of either kind."""
 
-class Kind(Enum):
+VocabularyPart = Literal["embed", "head"]
+"""What a draft may bring itself or be lent: the embedding, the output head."""
+
+
+class ModuleKind(Enum):
     """What a row stores."""
 
     LINEAR = "linear"  # `.weight`, and scales when it is quantised
@@ -31,13 +37,13 @@ class Module(NamedTuple):
     """One row: its place under `layers.N.` or `mtp.N.` (or at the root), kind, shape, and where it exists."""
 
     place: str
-    kind: Kind
+    kind: ModuleKind
     shape: tuple[str, ...]
     where: str = "every"
     optional: bool = False
 
 
-_L, _E, _P, _B = Kind.LINEAR, Kind.EXPERT, Kind.PLAIN, Kind.BARE
+_L, _E, _P, _B = ModuleKind.LINEAR, ModuleKind.EXPERT, ModuleKind.PLAIN, ModuleKind.BARE
 
 ROOT = (
     Module("embed", _P, ("V", "H")),
@@ -80,7 +86,7 @@ LAYER = (
 )
 
 V4_LAYER = (
-    Module("ffn.gate.tid2eid", Kind.IDS, ("V", "K"), "hash"),
+    Module("ffn.gate.tid2eid", ModuleKind.IDS, ("V", "K"), "hash"),
     Module("attn.compressor.ape", _B, ("4", "2*HD"), "csa"),
     Module("attn.compressor.norm", _P, ("HD",), "csa"),
     Module("attn.compressor.wkv", _L, ("2*HD", "H"), "csa"),
@@ -106,7 +112,7 @@ V41_LAYER = (
     Module("attn.indexer.k_norm", _P, ("IHD",), "kv_source"),
     Module("attn.indexer.wq_b", _L, ("IH*IHD", "QL"), "index_source"),
     Module("attn.indexer.weights_proj", _L, ("IH", "H"), "index_source"),
-    Module("engram.embed", Kind.TABLE, ("ROWS", "EHD"), "engram"),
+    Module("engram.embed", ModuleKind.TABLE, ("ROWS", "EHD"), "engram"),
     Module("engram.wkv", _L, ("H*(HC+1)", "(ENG-1)*ENH*EHD"), "engram"),
     Module("engram.q_weight", _B, ("HC", "H"), "engram"),
     Module("engram.k_weight", _B, ("HC", "H"), "engram"),
@@ -133,14 +139,14 @@ DSPARK_STAGE = (
     Module("head", _P, ("V", "H"), "last", optional=True),
 )
 
-OWN_VOCABULARY = ("emb.tok_emb", "embed", "head")
-"""Places of a draft stage that only some drafts bring; the others are lent the target's embedding and head."""
+OWN_VOCABULARY: dict[str, VocabularyPart] = {"emb.tok_emb": "embed", "embed": "embed", "head": "head"}
+"""Places of a draft stage that only some drafts bring -> what they hold; the others are lent the target's."""
 
 STACKED = (
-    Module("ffn.experts.gate_up_proj", Kind.STACK, ("E", "2*I")),
-    Module("ffn.experts.gate_up_proj_scale", Kind.STACK, ("E",), optional=True),
-    Module("ffn.experts.down_proj", Kind.STACK, ("E", "H")),
-    Module("ffn.experts.down_proj_scale", Kind.STACK, ("E",), optional=True),
+    Module("ffn.experts.gate_up_proj", ModuleKind.STACK, ("E", "2*I")),
+    Module("ffn.experts.gate_up_proj_scale", ModuleKind.STACK, ("E",), optional=True),
+    Module("ffn.experts.down_proj", ModuleKind.STACK, ("E", "H")),
+    Module("ffn.experts.down_proj_scale", ModuleKind.STACK, ("E",), optional=True),
 )
 """Routed experts as transformers keeps them in memory: one tensor per layer, gate rows before up rows. The shapes are
 the leading extents; the last depends on the packing."""

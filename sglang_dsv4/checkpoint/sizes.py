@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.formats import Format, classify, role, weight_role
 from sglang_dsv4.checkpoint.headers import DTYPE_BITS
-from sglang_dsv4.checkpoint.modules import KINDS, Kind
+from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind
 from sglang_dsv4.checkpoint.view import Indices, NativeView, Parts
 
 VOCABULARY_UNIT = 64
@@ -157,14 +157,14 @@ class _Measure:
         for suffix, info in parts.items():
             count = math.prod(shapes[suffix])
             nbytes += count * DTYPE_BITS[info.dtype] // 8
-            if suffix == main or (suffix == "" and kind is not Kind.IDS):
+            if suffix == main or (suffix == "" and kind is not ModuleKind.IDS):
                 parameters += count * packed
         form = rule.format if rule else None
-        if kind is Kind.EXPERT and form in _FP4 and self.conversion.fp8_block:
+        if kind is ModuleKind.EXPERT and form in _FP4 and self.conversion.fp8_block:
             rows, columns = shapes[main][0], shapes[main][1] * packed
             edge = self.conversion.fp8_block
             nbytes = rows * columns + -(-rows // edge) * -(-columns // edge)
-        elif kind is Kind.LINEAR and form is not Format.BF16 and self.conversion.expanded & {inner, form}:
+        elif kind is ModuleKind.LINEAR and form is not Format.BF16 and self.conversion.expanded & {inner, form}:
             nbytes = parameters * 2
         return Weights(parameters, nbytes)
 

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 from sglang_dsv4.checkpoint.config import ARCHITECTURES, ModelConfigFacts
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import Layout, detect_layout
+from sglang_dsv4.checkpoint.modules import ModelKind
 from sglang_dsv4.compat import MODEL_IMPL
-from sglang_dsv4.decisions.quantization import Fit, Held, Kind, fit
+from sglang_dsv4.decisions.quantization import Fit, Held, fit
 from sglang_dsv4.errors import PREFIX, HookError
 
 logger = logging.getLogger(__name__)
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, ModelKind] = {
     "DeepseekV4ForCausalLM": "target",
     "DeepseekV4ForCausalLMNextN": "nextn",
     "DeepseekV4ForCausalLMDSpark": "dspark",
@@ -41,9 +42,9 @@ class Facts(NamedTuple):
     config: ModelConfigFacts
     layout: Layout
     places: frozenset[str]
-    fits: Mapping[Kind, Fit]
+    fits: Mapping[ModelKind, Fit]
 
-    def changes(self, kind: Kind) -> dict[str, Any]:
+    def changes(self, kind: ModelKind) -> dict[str, Any]:
         """Attributes of a Transformers config that SGLang has to see otherwise than the file has them."""
         if self.config.family != "v4":  # SGLang itself flattens V4.1's config
             return {}
@@ -85,7 +86,7 @@ def facts_at(path: str, revision: str | None) -> Facts:
     """What a checkpoint's headers tell, read once per process."""
     checkpoint = Checkpoint.open(path, revision=revision)
     held = Held(checkpoint.view, detect_layout(checkpoint), checkpoint.config)
-    fits: dict[Kind, Fit] = {kind: fit(held, kind) for kind in ("target", "nextn", "dspark")}
+    fits: dict[ModelKind, Fit] = {kind: fit(held, kind) for kind in ("target", "nextn", "dspark")}
     return Facts(held.config, held.layout, frozenset(held.view.modules), fits)
 
 

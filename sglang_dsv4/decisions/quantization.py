@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.formats import Format, Rule, classify, role
 from sglang_dsv4.checkpoint.layout import DenseLayout, DraftKind, ExpertLayout, Layout
-from sglang_dsv4.checkpoint.modules import KINDS
-from sglang_dsv4.checkpoint.modules import Kind as ModuleKind
+from sglang_dsv4.checkpoint.modules import KINDS, ModelKind, ModuleKind
 from sglang_dsv4.checkpoint.names import samples
 from sglang_dsv4.checkpoint.view import NativeView, Parts
 from sglang_dsv4.decisions.verdict import Refusal
 
-Kind = Literal["target", "nextn", "dspark"]
-
-DRAFT_KINDS: dict[DraftKind, Kind] = {DraftKind.MTP: "nextn", DraftKind.DSPARK: "dspark"}
+DRAFT_KINDS: dict[DraftKind, ModelKind] = {DraftKind.MTP: "nextn", DraftKind.DSPARK: "dspark"}
 
 FP8_METHOD = "fp8"
 TRANSLATED = ("compressed-tensors", "quark")
@@ -53,7 +50,7 @@ FUSED = ("self_attn.wqkv_a",)
 UNFUSED: dict[str, tuple[str, ...]] = {"self_attn.wq_a": ("attn.wq_a",), "self_attn.wkv": ("attn.wkv",)}
 """DSpark builds these two apart (srt/models/deepseek_v4_dspark.py:115)."""
 
-LAYERS: dict[Kind, str] = {"target": "model.layers.{}", "nextn": "model.decoder", "dspark": "stages.{}"}
+LAYERS: dict[ModelKind, str] = {"target": "model.layers.{}", "nextn": "model.decoder", "dspark": "stages.{}"}
 BESIDE_THE_LAYER = ("e_proj", "h_proj")
 """NextN's, one level above its decoder layer."""
 
@@ -101,7 +98,7 @@ def fits_of(target: Held, draft: Held) -> Fits:
     return Fits(fit(target, "target"), fit(draft, kind) if kind is not None else None)
 
 
-def fit(held: Held, kind: Kind) -> Fit:
+def fit(held: Held, kind: ModelKind) -> Fit:
     """The section that makes SGLang build what the stream delivers. Pure.
 
     Where nothing is to be translated the checkpoint's own section stays, contradictions included: `decide` refuses
@@ -165,7 +162,7 @@ class _Group(NamedTuple):
         )
 
 
-def _groups(view: NativeView, kind: Kind) -> Iterator[_Group]:
+def _groups(view: NativeView, kind: ModelKind) -> Iterator[_Group]:
     prefix = "layers.*." if kind == "target" else "mtp.*."
     modules = MODULES if kind != "dspark" else {**MODULES, **UNFUSED}
     for module, places in modules.items():
@@ -188,7 +185,7 @@ def _rule(parts: Parts) -> Rule | None:
     return classify({role(suffix): info.dtype for suffix, info in parts.items()})
 
 
-def _foreign(view: NativeView, dense: DenseLayout, kind: Kind) -> Iterator[Refusal]:
+def _foreign(view: NativeView, dense: DenseLayout, kind: ModelKind) -> Iterator[Refusal]:
     """Linears in a format that SGLang has no V4 path for, and that the stream does not expand."""
     strange = [form for form in dense.formats if form not in (Format.BF16, Format.FP8)]
     prefix = "layers.*." if kind == "target" else "mtp.*."

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from sglang.srt.models import deepseek_v4_dspark as upstream
 
+from sglang_dsv4.checkpoint.modules import VocabularyPart
 from sglang_dsv4.errors import RefusedError
 from sglang_dsv4.models.loading.experts import prepare
 from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.session import load
 from sglang_dsv4.models.loading.wiring import DSPARK
-from sglang_dsv4.stream.select import Part
 
 
 class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
@@ -34,7 +34,7 @@ class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
             self.uses_own_vocab_modules = False
             self._drop_lent(known.own)
 
-    def _drop_lent(self, own: frozenset[Part]) -> None:
+    def _drop_lent(self, own: frozenset[VocabularyPart]) -> None:
         if "embed" not in own:
             self.embed_tokens = None
         if "head" not in own:

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from sglang_dsv4.checkpoint.modules import OWN_VOCABULARY, ModelKind, VocabularyPart
 
 if TYPE_CHECKING:
     from sglang_dsv4.stream import Named, Stream
 
-Kind = Literal["target", "nextn", "dspark"]
-"""The three classes that are loaded from one checkpoint."""
-
-Part = Literal["embed", "head"]
-
 DRAFT_ROOT = "mtp"
-VOCABULARY: dict[str, Part] = {"emb": "embed", "embed": "embed", "head": "head", "shared_head": "head"}
-"""First part of a name below a draft's stage -> what it is of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +25,12 @@ class Share:
     whether SGLang builds DSpark's confidence head.
     """
 
-    kind: Kind
+    kind: ModelKind
     layers: range
     first_stage: bool = True
     last_stage: bool = True
     experts: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    own: frozenset[Part] = frozenset()
+    own: frozenset[VocabularyPart] = frozenset()
     tied: bool = False
     confidence: bool = True
 
@@ -57,10 +52,10 @@ class Share:
 
     def _skip_draft(self, name: str, rest: str) -> str | None:
         inner = rest.partition(".")[2]
-        first = inner.partition(".")[0]
-        if first in VOCABULARY:
-            return None if VOCABULARY[first] in self.own else "the draft is lent the target's embedding and head"
-        if first == "confidence_head" and not self.confidence:
+        part = OWN_VOCABULARY.get(inner.rpartition(".")[0])
+        if part is not None:
+            return None if part in self.own else "the draft is lent the target's embedding and head"
+        if inner.startswith("confidence_head.") and not self.confidence:
             return "SGLang builds no confidence head under SGLANG_RAGGED_VERIFY_MODE=static"
         return self._skip_layer(name, rest, f"{self.kind} builds {len(self.layers)} draft layers")
 

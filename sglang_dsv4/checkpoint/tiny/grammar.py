@@ -11,8 +11,8 @@ from typing import NamedTuple
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.modules import (
     OWN_VOCABULARY,
-    Kind,
     Module,
+    ModuleKind,
     derived,
     layer_modules,
     root_modules,
@@ -87,11 +87,11 @@ def _expand(prefix: str, rows: Iterable[Module], where: set[str], size: dict[str
     for row in rows:
         if row.where not in where:
             continue
-        suffix = "" if row.kind in (Kind.BARE, Kind.IDS) else ".weight"
+        suffix = "" if row.kind in (ModuleKind.BARE, ModuleKind.IDS) else ".weight"
         shape = tuple(size[symbol] for symbol in row.shape)
-        experts = range(size["E"]) if row.kind is Kind.EXPERT else (0,)
+        experts = range(size["E"]) if row.kind is ModuleKind.EXPERT else (0,)
         for expert in experts:
-            place = join_indices(row.place, [str(expert)]) if row.kind is Kind.EXPERT else row.place
+            place = join_indices(row.place, [str(expert)]) if row.kind is ModuleKind.EXPERT else row.place
             yield Slot(f"{prefix}{place}{suffix}", _role(row), shape)
 
 
@@ -99,10 +99,10 @@ def _role(row: Module) -> str:
     if row.place in _ROLES:
         return _ROLES[row.place]
     match row.kind:
-        case Kind.EXPERT:
+        case ModuleKind.EXPERT:
             return "expert"
-        case Kind.LINEAR:
+        case ModuleKind.LINEAR:
             return "fp8"
-        case Kind.PLAIN:
+        case ModuleKind.PLAIN:
             return "norm"
     return f"hc_{row.place.rpartition('_')[2]}"  # hc_attn_fn and its kin

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from sglang_dsv4.checkpoint.dialects import DIALECTS
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import Layout
+from sglang_dsv4.checkpoint.modules import ModelKind, VocabularyPart
 from sglang_dsv4.decisions.decide import Flags
 from sglang_dsv4.decisions.fp4 import ExpertDecision
 from sglang_dsv4.decisions.gather import experts_of
@@ -19,8 +20,6 @@ from sglang_dsv4.decisions.hf_config import Facts, facts_at, require_adapted
 from sglang_dsv4.decisions.parallel import padded_width
 from sglang_dsv4.errors import RefusedError
 from sglang_dsv4.models.loading.plan import block_of
-from sglang_dsv4.models.loading.wiring import Kind
-from sglang_dsv4.stream.select import Part
 
 WITHOUT_LOAD_WEIGHTS = ("dummy", "sharded_state", "presharded", "remote_instance", "ipc_cache")
 """--load-format values whose loaders write into the parameters themselves (srt/model_loader/loader.py of 0.5.23)."""
@@ -36,11 +35,11 @@ class Known(NamedTuple):
     facts: Facts
     experts: ExpertDecision
     widths: tuple[int, int]
-    own: frozenset[Part]
+    own: frozenset[VocabularyPart]
     quant_config: Any
 
 
-def prepare(config: Any, quant_config: Any, kind: Kind) -> Known:
+def prepare(config: Any, quant_config: Any, kind: ModelKind) -> Known:
     """Decide for the model that is about to be built, from its own tensors and the flags; set both configs accordingly.
 
     Raises RefusedError where the truth table refuses, LayoutError and its kin where the checkpoint cannot be read,
@@ -55,12 +54,13 @@ def prepare(config: Any, quant_config: Any, kind: Kind) -> Known:
         raise decision.refusal.error()
     if hasattr(quant_config, "is_fp4_experts"):
         quant_config.is_fp4_experts = decision.runs == "fp4"
-    own = frozenset(_own_vocabulary(facts.layout)) if kind != "target" else frozenset()
+    own = _own_vocabulary(facts.layout) if kind != "target" else frozenset()
     return Known(facts, decision, _widths(config, quant_config, facts.config["I"]), own, quant_config)
 
 
-def _own_vocabulary(layout: Layout) -> list[Part]:
-    return [*(["embed"] if layout.own_embedding else []), *(["head"] if layout.own_head else [])]  # type: ignore[list-item]
+def _own_vocabulary(layout: Layout) -> frozenset[VocabularyPart]:
+    brought: dict[VocabularyPart, bool] = {"embed": layout.own_embedding, "head": layout.own_head}
+    return frozenset(part for part, own in brought.items() if own)
 
 
 def _widths(config: Any, quant_config: Any, stored: int) -> tuple[int, int]:
@@ -85,7 +85,7 @@ def _widths(config: Any, quant_config: Any, stored: int) -> tuple[int, int]:
     return stored, config.moe_intermediate_size
 
 
-def model_path(kind: Kind) -> str:
+def model_path(kind: ModelKind) -> str:
     """The model path that this class is loaded from, as the server was given it."""
     from sglang.srt.runtime_context import get_server_args
 
@@ -93,7 +93,7 @@ def model_path(kind: Kind) -> str:
     return (arguments.speculative_draft_model_path if kind != "target" else None) or arguments.model_path
 
 
-def _revision(kind: Kind) -> str | None:
+def _revision(kind: ModelKind) -> str | None:
     from sglang.srt.runtime_context import get_server_args
 
     arguments = get_server_args()
@@ -110,7 +110,7 @@ def _draft_is_quantised_online() -> bool:
     return arguments.speculative_draft_model_quantization not in (None, arguments.quantization)
 
 
-def filled_without_us(kind: Kind) -> bool:
+def filled_without_us(kind: ModelKind) -> bool:
     """Whether the launch filled this class without its load_weights: all that comes through that is an update then."""
     from sglang.srt.runtime_context import get_server_args
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.formats import FLOATS, SCALE_SUFFIXES
-from sglang_dsv4.checkpoint.modules import KINDS, Kind
+from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind
 from sglang_dsv4.checkpoint.names import collapse
 from sglang_dsv4.checkpoint.view import NativeView
 from sglang_dsv4.stream.fallbacks import NO_SINK
@@ -21,7 +21,7 @@ STRAY_SCALE = "a block scale beside a weight that is not quantised"
 def stray_scales(view: NativeView) -> Iterator[str]:
     """File names of block scales whose weight is stored as a plain float: some quantisers leave them behind."""
     for place, group in view.modules.items():
-        if KINDS.get(place) not in (Kind.LINEAR, Kind.EXPERT):
+        if KINDS.get(place) not in (ModuleKind.LINEAR, ModuleKind.EXPERT):
             continue
         for parts in group.values():
             weight = parts.get("weight")

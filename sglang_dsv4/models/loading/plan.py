@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_dsv4.checkpoint.modules import KINDS, Kind
+from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind
 from sglang_dsv4.decisions.fp4 import ExpertDecision
 from sglang_dsv4.models.loading.proof import kept_experts
 from sglang_dsv4.models.loading.wiring import Wiring, expert_name, is_wo_a
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_BLOCK = (128, 128)
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """Part `rank` of `of` equal parts of what a module holds."""
 
     rank: int
@@ -45,8 +45,8 @@ class Plan:
     experts: ExpertDecision
     unquantised: frozenset[str]
     block: tuple[int, int]
-    wo_a_parts: dict[str, Part]
-    expert_parts: dict[str, Part]
+    wo_a_parts: dict[str, RankPart]
+    expert_parts: dict[str, RankPart]
     stored: int
     held: int
     fuses_shared: bool
@@ -70,7 +70,7 @@ class Plan:
         if expert is None or tensor.dim() < 2:
             return None
         alone = expert.expert is None and not self.fuses_shared
-        part = Part(0, 1) if alone else self.expert_parts.get(f"{self.wiring.path(expert.layer)}.mlp.experts")
+        part = RankPart(0, 1) if alone else self.expert_parts.get(f"{self.wiring.path(expert.layer)}.mlp.experts")
         if part is None or (alone and self.stored == self.held):
             return None
         dim = 1 if expert.projection == "w2" else 0
@@ -155,7 +155,9 @@ def _share(model: Any, wiring: Wiring, modules: dict[str, torch.nn.Module]) -> S
 
 def _unquantised(modules: dict[str, torch.nn.Module], wiring: Wiring, layers: range) -> Iterator[str]:
     """Native names of the linears whose module holds a weight of more than one byte per element."""
-    places = [place for place, kind in KINDS.items() if kind is Kind.LINEAR and place.startswith(f"{wiring.native}.*.")]
+    places = [
+        place for place, kind in KINDS.items() if kind is ModuleKind.LINEAR and place.startswith(f"{wiring.native}.*.")
+    ]
     for place, layer in product(places, layers):
         native = place.replace("*", str(layer), 1)
         module = next((modules[path] for path in wiring.holders(native) if path in modules), None)
@@ -170,7 +172,7 @@ def _layers(model: Any, wiring: Wiring) -> range:
     return range(model.num_stages if wiring.kind == "dspark" else 1)
 
 
-def _wo_a_parts(modules: dict[str, torch.nn.Module], block: tuple[int, int]) -> dict[str, Part]:
+def _wo_a_parts(modules: dict[str, torch.nn.Module], block: tuple[int, int]) -> dict[str, RankPart]:
     """Where a rank's rows are whole blocks; elsewhere the full tensor is converted and upstream cuts the result."""
     from sglang.srt.layers.linear import get_group_rank_size
 
@@ -178,15 +180,15 @@ def _wo_a_parts(modules: dict[str, torch.nn.Module], block: tuple[int, int]) -> 
     for path, module in modules.items():
         weight = getattr(module, "weight", None)
         if path.endswith(".wo_a") and weight is not None and weight.shape[0] % block[0] == 0:
-            part = Part(*get_group_rank_size(module.tp_group))
+            part = RankPart(*get_group_rank_size(module.tp_group))
             if part.of > 1:
                 parts[path] = part
     return parts
 
 
-def _expert_parts(modules: dict[str, torch.nn.Module]) -> dict[str, Part]:
+def _expert_parts(modules: dict[str, torch.nn.Module]) -> dict[str, RankPart]:
     return {
-        path: Part(int(module.moe_tp_rank), int(module.moe_tp_size))  # type: ignore[arg-type]
+        path: RankPart(int(module.moe_tp_rank), int(module.moe_tp_size))  # type: ignore[arg-type]
         for path, module in modules.items()
         if path.endswith(".mlp.experts")
     }

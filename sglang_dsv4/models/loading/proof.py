@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sglang_dsv4.checkpoint.modules import ModelKind, VocabularyPart
 from sglang_dsv4.checkpoint.names import collapse
 from sglang_dsv4.models.loading.dtypes import as_stored
-from sglang_dsv4.models.loading.wiring import Kind
 
 if TYPE_CHECKING:
     import torch
 
-NOT_FROM_THE_CHECKPOINT: tuple[tuple[str, tuple[Kind, ...], str], ...] = (
+NOT_FROM_THE_CHECKPOINT: tuple[tuple[str, tuple[ModelKind, ...], str], ...] = (
     (".k_scale", ("target", "nextn", "dspark"), "KV cache scale with a default of 1; V4 checkpoints carry none"),
     (".v_scale", ("target", "nextn", "dspark"), "KV cache scale with a default of 1; V4 checkpoints carry none"),
     ("blockscale_swizzled", ("target", "nextn", "dspark"), "scratch copy that post-processing fills"),
@@ -31,14 +31,14 @@ NOT_FROM_THE_CHECKPOINT: tuple[tuple[str, tuple[Kind, ...], str], ...] = (
 SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}
 """Fused expert parameter -> the projections that must be written into each of its experts."""
 
-Part = tuple[int | None, str | int | None]
+WrittenPart = tuple[int | None, str | int | None]
 """(expert number, shard id) of one write; (None, None) for a parameter that is written whole."""
 
+VOCABULARY_PARAMETERS: dict[VocabularyPart, str] = {"embed": "embed_tokens.weight", "head": "lm_head.weight"}
+"""What a draft may bring itself -> how the name of the parameter ends that holds it."""
 
-VOCABULARY = {"embed": "embed_tokens.weight", "head": "lm_head.weight"}
 
-
-def may_stay_unwritten(model: Any, name: str, kind: Kind) -> bool:
+def may_stay_unwritten(model: Any, name: str, kind: ModelKind) -> bool:
     """Whether a parameter of this class is listed in NOT_FROM_THE_CHECKPOINT, and the checkpoint has none for it."""
     listed = any(part in name and kind in kinds for part, kinds, _ in NOT_FROM_THE_CHECKPOINT)
     return listed and not is_own(model, name)
@@ -46,19 +46,19 @@ def may_stay_unwritten(model: Any, name: str, kind: Kind) -> bool:
 
 def is_own(model: Any, name: str) -> bool:
     """Whether a parameter is the embedding or head that a draft brings itself, and so is not lent it."""
-    return any(name.endswith(VOCABULARY[part]) for part in model.known.own)
+    return any(name.endswith(VOCABULARY_PARAMETERS[part]) for part in model.known.own)
 
 
 class WriteProof:
     """Records, for one load of one model, which part of which parameter was written."""
 
-    def __init__(self, model: torch.nn.Module, kind: Kind) -> None:
+    def __init__(self, model: torch.nn.Module, kind: ModelKind) -> None:
         self._model = model
         self._kind = kind
         self._parameters = dict(model.named_parameters())
         self._modules = dict(model.named_modules())  # upstream moves some of V4.1's when it has loaded them
         self._first_fp4_shared = _first_fp4_shared(model)
-        self.written: dict[str, set[Part]] = {name: set() for name in self._parameters}
+        self.written: dict[str, set[WrittenPart]] = {name: set() for name in self._parameters}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -86,7 +86,7 @@ class WriteProof:
         def load(target: torch.nn.Parameter, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             stored = tensor if self._becomes_fp4(tensor, kwargs) else as_stored(name, target, tensor)
             original(target, stored, *args, **kwargs)
-            self.written[name].add(_part(args, kwargs))
+            self.written[name].add(_written_part(args, kwargs))
 
         setattr(parameter, slot, load)
 
@@ -123,14 +123,14 @@ def _first_fp4_shared(model: Any) -> int | None:
     return model.config.n_routed_experts if fused and getattr(model.quant_config, "is_fp4_experts", False) else None
 
 
-def _part(args: tuple, kwargs: dict[str, Any]) -> Part:
+def _written_part(args: tuple, kwargs: dict[str, Any]) -> WrittenPart:
     if "expert_id" in kwargs:
         return kwargs["expert_id"], kwargs["shard_id"]
     shard = args[0] if args and isinstance(args[0], int) else None
     return None, shard
 
 
-def _expected_parts(module: torch.nn.Module | None, leaf: str) -> set[Part]:
+def _expected_parts(module: torch.nn.Module | None, leaf: str) -> set[WrittenPart]:
     fused = leaf.partition("_")[0]
     kept = kept_experts(module) if fused in SHARDS and module is not None else None
     if kept is not None:
@@ -176,7 +176,7 @@ def _default_loader() -> Callable:
     return default_weight_loader
 
 
-def _spell(name: str, part: Part) -> str:
+def _spell(name: str, part: WrittenPart) -> str:
     expert, shard = part
     if expert is not None:
         return f"{name} expert {expert} {shard}"

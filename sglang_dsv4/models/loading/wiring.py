@@ -8,9 +8,9 @@ w3 share the parameter `experts.w13_*`, w2 is `experts.w2_*` (FusedMoE.make_expe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Kind = Literal["target", "nextn", "dspark"]
+from sglang_dsv4.checkpoint.modules import OWN_VOCABULARY, ModelKind
 
 MODULES = {"attn": "self_attn", "ffn": "mlp"}
 """Native path part -> module name of the two sub-layers."""
@@ -32,9 +32,6 @@ FUSED = {
 BESIDE_THE_DECODER = {"e_proj": "model.e_proj", "h_proj": "model.h_proj"}
 """NextN's two projections -> their modules, one level above its layer."""
 
-VOCABULARY = {"emb.tok_emb": "embed", "embed": "embed", "head": "head"}
-"""A draft's own embedding and head, below its stage -> which of the two it is."""
-
 EXPERT_LEAVES = {"scale": "weight_scale_inv"}
 """Native leaf of an expert tensor -> parameter leaf; others keep their name."""
 
@@ -52,7 +49,7 @@ class ExpertName(NamedTuple):
 class Wiring:
     """One of the three classes, as the loader sees it: the native root of its layers and where SGLang builds them."""
 
-    kind: Kind
+    kind: ModelKind
     native: str
     module: str
     embedding: str
@@ -81,7 +78,7 @@ class Wiring:
     def vocabulary(self, native: str) -> str | None:
         """The parameter of a draft's own embedding or head: "mtp.0.head.weight" -> "lm_head.weight"; else None."""
         root, _, rest = native.removesuffix(".weight").partition(".")
-        which = VOCABULARY.get(rest.partition(".")[2]) if root == self.native == "mtp" else None
+        which = OWN_VOCABULARY.get(rest.partition(".")[2]) if root == self.native == "mtp" else None
         return None if which is None else f"{self.embedding if which == 'embed' else self.head}.weight"
 
 
