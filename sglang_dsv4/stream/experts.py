@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
+from sglang_dsv4.checkpoint.expert_names import ExpertName, expert_name
 from sglang_dsv4.stream.pairing import Half, Ledger, pair
 
 if TYPE_CHECKING:
@@ -12,8 +13,6 @@ if TYPE_CHECKING:
 
     from sglang_dsv4.numerics.fp4 import Rounding
     from sglang_dsv4.stream import Named, Stream
-
-PROJECTIONS = ("w1", "w2", "w3")
 
 
 def half_of(name: str, tensor: torch.Tensor) -> Half | None:
@@ -24,26 +23,22 @@ def half_of(name: str, tensor: torch.Tensor) -> Half | None:
     """
     from sglang_dsv4.numerics.fp4 import PACKED_DTYPES
 
-    parts = name.split(".")
-    if len(parts) != 7 or parts[2:4] != ["ffn", "experts"] or parts[5] not in PROJECTIONS:
-        return None
-    module = name.rpartition(".")[0]
-    if parts[6] == "scale":
-        return Half(module, "scale")
-    return Half(module, "weight") if parts[6] == "weight" and tensor.dtype in PACKED_DTYPES else None
+    expert = expert_name(name)
+    return None if expert is None or expert.is_shared else _half(expert, tensor, PACKED_DTYPES)
 
 
 def shared_half_of(name: str, tensor: torch.Tensor) -> Half | None:
     """Which half of an FP8 shared expert this is (native names); None for everything else."""
     import torch
 
-    parts = name.split(".")
-    if len(parts) != 6 or parts[2:4] != ["ffn", "shared_experts"] or parts[4] not in PROJECTIONS:
-        return None
-    module = name.rpartition(".")[0]
-    if parts[5] == "scale":
-        return Half(module, "scale")
-    return Half(module, "weight") if parts[5] == "weight" and tensor.dtype == torch.float8_e4m3fn else None
+    expert = expert_name(name)
+    return _half(expert, tensor, (torch.float8_e4m3fn,)) if expert is not None and expert.is_shared else None
+
+
+def _half(expert: ExpertName, tensor: torch.Tensor, quantised: tuple[torch.dtype, ...]) -> Half | None:
+    if expert.leaf == "scale":
+        return Half(expert.module, "scale")
+    return Half(expert.module, "weight") if expert.leaf == "weight" and tensor.dtype in quantised else None
 
 
 def shared_experts_in_pairs(stream: Stream, ledger: Ledger | None = None) -> Iterator[Named]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from sglang_dsv4.checkpoint.expert_names import expert_name
 from sglang_dsv4.checkpoint.formats import SCALE_SUFFIXES
 from sglang_dsv4.errors import NumericsError, StreamError
-from sglang_dsv4.stream.experts import PROJECTIONS
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,9 @@ RECIPROCALS = ("weight_global_scale", "input_global_scale")
 
 TENSOR_SCALE = "weight_scale_2"
 
+PAIR = ("w1", "w3")
+"""Projections of one expert that SGLang keeps in one parameter."""
+
 
 def respell_experts(stream: Stream) -> Iterator[Named]:
     """Routed experts as SGLang's V4 classes take them: `weight` + `scale` (FP4, FP8), or ModelOpt's four of NVFP4.
@@ -38,14 +41,14 @@ def respell_experts(stream: Stream) -> Iterator[Named]:
     import torch
 
     for name, tensor in stream:
-        if _projection(name) is None:
+        expert = expert_name(name)
+        if expert is None or expert.is_shared:
             yield name, tensor
-            continue
-        module, _, leaf = name.rpartition(".")
-        if leaf in SCALE_SUFFIXES and tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):
-            yield f"{module}.scale", tensor.view(torch.float8_e8m0fnu)
+        elif expert.leaf in SCALE_SUFFIXES and tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):
+            yield f"{expert.module}.scale", tensor.view(torch.float8_e8m0fnu)
         else:
-            yield f"{module}.{LEAVES.get(leaf, leaf)}", _reciprocal(name, tensor) if leaf in RECIPROCALS else tensor
+            leaf = LEAVES.get(expert.leaf, expert.leaf)
+            yield f"{expert.module}.{leaf}", _reciprocal(name, tensor) if expert.leaf in RECIPROCALS else tensor
 
 
 def equal_pair_scales(stream: Stream) -> Iterator[Named]:
@@ -56,26 +59,20 @@ def equal_pair_scales(stream: Stream) -> Iterator[Named]:
     """
     waiting: dict[str, float] = {}
     for name, tensor in stream:
-        if name.endswith(f".{TENSOR_SCALE}") and _projection(name) in ("w1", "w3"):
-            expert, value = name.rsplit(".", 2)[0], float(tensor)
-            first = waiting.pop(expert, None)
+        expert = expert_name(name)
+        if expert is not None and expert.leaf == TENSOR_SCALE and expert.projection in PAIR and not expert.is_shared:
+            value = float(tensor)
+            first = waiting.pop(expert.expert, None)
             if first is None:
-                waiting[expert] = value
+                waiting[expert.expert] = value
             elif first != value:
                 raise StreamError(
-                    f"{expert}: w1 and w3 have different NVFP4 tensor scales",
+                    f"{expert.expert}: w1 and w3 have different NVFP4 tensor scales",
                     found=f"{first!r} and {value!r}",
                     expected="one for both, which Marlin multiplies as one",
                     remedy="Use another --moe-runner-backend, or quantise again with one scale for the pair.",
                 )
         yield name, tensor
-
-
-def _projection(name: str) -> str | None:
-    """w1, w2 or w3 for a tensor of a routed expert; None for anything else."""
-    parts = name.split(".")
-    is_expert = len(parts) == 7 and parts[2:4] == ["ffn", "experts"] and parts[5] in PROJECTIONS
-    return parts[5] if is_expert else None
 
 
 def _reciprocal(name: str, scale: torch.Tensor) -> torch.Tensor:

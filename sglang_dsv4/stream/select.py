@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sglang_dsv4.checkpoint.expert_names import expert_name
 from sglang_dsv4.checkpoint.modules import OWN_VOCABULARY, ModelKind, VocabularyPart
 
 if TYPE_CHECKING:
@@ -60,15 +61,14 @@ class Share:
         return self._skip_layer(name, rest, f"{self.kind} builds {len(self.layers)} draft layers")
 
     def _skip_layer(self, name: str, rest: str, why: str = "layer of another pipeline stage") -> str | None:
-        number, _, inner = rest.partition(".")
+        number = rest.partition(".")[0]
         if number.isdigit() and int(number) not in self.layers:
             return why
-        parts = inner.split(".", 3)
-        if len(parts) == 4 and parts[:2] == ["ffn", "experts"] and parts[2].isdigit():
-            kept = self.experts.get(name[: len(name) - len(inner) - 1])
-            if kept is not None and int(parts[2]) not in kept:
-                return "expert of another rank"
-        return None
+        expert = expert_name(name)
+        if expert is None or expert.number is None:
+            return None
+        kept = self.experts.get(expert.layer)
+        return None if kept is None or expert.number in kept else "expert of another rank"
 
 
 def select(stream: Stream, share: Share, skipped: Counter[str]) -> Iterator[Named]:

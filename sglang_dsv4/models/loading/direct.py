@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sglang_dsv4.checkpoint.expert_names import expert_name
 from sglang_dsv4.errors import StreamError
 from sglang_dsv4.models.loading.proof import is_own
-from sglang_dsv4.models.loading.wiring import EXPERT_LEAVES, EXPERT_PARAMETERS, Wiring, expert_name, is_wo_a
+from sglang_dsv4.models.loading.wiring import Wiring, is_wo_a
 from sglang_dsv4.stream.bounded import BoundedPool
 
 if TYPE_CHECKING:
@@ -65,13 +66,11 @@ class DirectWriter:
 
     def _write(self, name: str, tensor: torch.Tensor) -> bool:
         expert = expert_name(name)
-        if expert is not None and (expert.expert is not None or self._fused_shared):
-            leaf = EXPERT_LEAVES.get(expert.leaf, expert.leaf)
-            layer = self._wiring.path(f"{expert.layer}.ffn")
-            target = f"{layer}.experts.{EXPERT_PARAMETERS[expert.projection]}_{leaf}"
-            number = self._routed if expert.expert is None else expert.expert
+        if expert is not None and (self._fused_shared or not expert.is_shared):
+            target = self._wiring.expert_parameter(expert)
+            number = self._routed if expert.number is None else expert.number
             keywords = {"shard_id": expert.projection, "expert_id": number}
-            owned = self._shared_owned if expert.expert is None else self._experts_owned
+            owned = self._shared_owned if expert.is_shared else self._experts_owned
             return self._submit(name, tensor, target, (target,), keywords, owned)
         own = self._wiring.vocabulary(name)
         if own is not None or is_wo_a(name):

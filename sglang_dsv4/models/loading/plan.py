@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_dsv4.checkpoint.expert_names import expert_name
 from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind
 from sglang_dsv4.decisions.fp4 import ExpertDecision
 from sglang_dsv4.models.loading.proof import kept_experts
-from sglang_dsv4.models.loading.wiring import Wiring, expert_name, is_wo_a
+from sglang_dsv4.models.loading.wiring import Wiring, is_wo_a
 from sglang_dsv4.stream.select import Share
 from sglang_dsv4.stream.shard import Cut
 
@@ -69,8 +70,8 @@ class Plan:
         expert = expert_name(name)
         if expert is None or tensor.dim() < 2:
             return None
-        alone = expert.expert is None and not self.fuses_shared
-        part = RankPart(0, 1) if alone else self.expert_parts.get(f"{self.wiring.path(expert.layer)}.mlp.experts")
+        alone = expert.is_shared and not self.fuses_shared
+        part = RankPart(0, 1) if alone else self.expert_parts.get(self.wiring.experts(expert.layer))
         if part is None or (alone and self.stored == self.held):
             return None
         dim = 1 if expert.projection == "w2" else 0
@@ -136,9 +137,10 @@ def _width_of_one(stored: int, extent: int) -> int:
 def _share(model: Any, wiring: Wiring, modules: dict[str, torch.nn.Module]) -> Share:
     experts = {}
     for number in _layers(model, wiring):
-        kept = kept_experts(modules.get(f"{wiring.module.format(number)}.mlp.experts"))
+        layer = f"{wiring.native}.{number}"
+        kept = kept_experts(modules.get(wiring.experts(layer)))
         if kept is not None:
-            experts[f"{wiring.native}.{number}"] = frozenset(kept)
+            experts[layer] = frozenset(kept)
     stage = getattr(model, "pp_group", None) if wiring.kind == "target" else None
     facts = model.known.facts
     return Share(

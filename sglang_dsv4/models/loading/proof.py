@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_dsv4.checkpoint.modules import ModelKind, VocabularyPart
 from sglang_dsv4.checkpoint.names import collapse
 from sglang_dsv4.models.loading.dtypes import as_stored
+from sglang_dsv4.models.loading.wiring import FUSED_EXPERTS
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +28,6 @@ NOT_FROM_THE_CHECKPOINT: tuple[tuple[str, tuple[ModelKind, ...], str], ...] = (
     ("embed_tokens.", ("nextn",), "shared with the target after the load (set_embed_and_head)"),
 )
 """Parameters that a load may leave unwritten: part of the name, which classes, and why."""
-
-SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}
-"""Fused expert parameter -> the projections that must be written into each of its experts."""
 
 WrittenPart = tuple[int | None, str | int | None]
 """(expert number, shard id) of one write; (None, None) for a parameter that is written whole."""
@@ -132,9 +130,9 @@ def _written_part(args: tuple, kwargs: dict[str, Any]) -> WrittenPart:
 
 def _expected_parts(module: torch.nn.Module | None, leaf: str) -> set[WrittenPart]:
     fused = leaf.partition("_")[0]
-    kept = kept_experts(module) if fused in SHARDS and module is not None else None
+    kept = kept_experts(module) if fused in FUSED_EXPERTS and module is not None else None
     if kept is not None:
-        return {(expert, shard) for expert in kept for shard in SHARDS[fused]}
+        return {(expert, shard) for expert in kept for shard in FUSED_EXPERTS[fused]}
     outputs = getattr(module, "output_sizes", None)
     if outputs is not None and len(outputs) > 1:  # gate and up of a dense or shared MLP, written as shards 0 and 1
         return {(None, shard) for shard in range(len(outputs))}

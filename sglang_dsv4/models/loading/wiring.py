@@ -8,15 +8,15 @@ w3 share the parameter `experts.w13_*`, w2 is `experts.w2_*` (FusedMoE.make_expe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from sglang_dsv4.checkpoint.expert_names import ExpertName
 from sglang_dsv4.checkpoint.modules import OWN_VOCABULARY, ModelKind
 
 MODULES = {"attn": "self_attn", "ffn": "mlp"}
 """Native path part -> module name of the two sub-layers."""
 
-EXPERT_PARAMETERS = {"w1": "w13", "w2": "w2", "w3": "w13"}
-"""Projection -> the fused parameter that holds it; the projection is also SGLang's shard id."""
+FUSED_EXPERTS = {"w13": ("w1", "w3"), "w2": ("w2",)}
+"""Expert parameter -> the projections that it holds of each expert; a projection is also SGLang's shard id."""
 
 FUSED = {
     "wq_a": "wqkv_a",
@@ -34,15 +34,6 @@ BESIDE_THE_DECODER = {"e_proj": "model.e_proj", "h_proj": "model.h_proj"}
 
 EXPERT_LEAVES = {"scale": "weight_scale_inv"}
 """Native leaf of an expert tensor -> parameter leaf; others keep their name."""
-
-
-class ExpertName(NamedTuple):
-    """A routed or shared expert tensor: native layer, expert number (None: the shared expert), projection and leaf."""
-
-    layer: str
-    expert: int | None
-    projection: str
-    leaf: str
 
 
 @dataclass(frozen=True)
@@ -75,6 +66,15 @@ class Wiring:
         beside = BESIDE_THE_DECODER.get(native.rpartition(".")[2]) if self.kind == "nextn" else None
         return [*fused, path, *([beside] if beside else [])]
 
+    def experts(self, layer: str) -> str:
+        """Module path of the FusedMoE of a native layer: "layers.3" -> "model.layers.3.mlp.experts"."""
+        return f"{self.path(layer)}.mlp.experts"
+
+    def expert_parameter(self, expert: ExpertName) -> str:
+        """The parameter that holds a routed expert's tensor, or the shared one's where it is fused with these."""
+        fused = next(name for name, projections in FUSED_EXPERTS.items() if expert.projection in projections)
+        return f"{self.experts(expert.layer)}.{fused}_{EXPERT_LEAVES.get(expert.leaf, expert.leaf)}"
+
     def vocabulary(self, native: str) -> str | None:
         """The parameter of a draft's own embedding or head: "mtp.0.head.weight" -> "lm_head.weight"; else None."""
         root, _, rest = native.removesuffix(".weight").partition(".")
@@ -91,13 +91,3 @@ def is_wo_a(name: str) -> bool:
     """Whether `name` is a tensor of a `wo_a` projection, by whole path parts."""
     parts = name.split(".")
     return len(parts) >= 2 and parts[-2] == "wo_a"
-
-
-def expert_name(name: str) -> ExpertName | None:
-    """Split the native name of an expert tensor; None for anything else."""
-    parts = name.split(".")
-    if len(parts) == 7 and parts[2:4] == ["ffn", "experts"] and parts[4].isdigit() and parts[5] in EXPERT_PARAMETERS:
-        return ExpertName(".".join(parts[:2]), int(parts[4]), parts[5], parts[6])
-    if len(parts) == 6 and parts[2:4] == ["ffn", "shared_experts"] and parts[4] in EXPERT_PARAMETERS:
-        return ExpertName(".".join(parts[:2]), None, parts[4], parts[5])
-    return None
