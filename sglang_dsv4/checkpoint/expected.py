@@ -46,10 +46,6 @@ class Completeness:
     wrong: tuple[str, ...]
     absent: tuple[str, ...]
 
-    @property
-    def complete(self) -> bool:
-        return not (self.missing or self.unexpected or self.wrong)
-
     def lines(self, *words: str) -> list[str]:
         """Every difference of these kinds (of `missing`, `unexpected`, `wrong`) after its kind."""
         return [f"{word}: {line}" for word in words for line in getattr(self, word)]

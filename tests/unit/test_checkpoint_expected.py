@@ -8,8 +8,8 @@ import pytest
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.expected import Completeness, compare
 from sglang_dsv4.checkpoint.headers import TensorInfo
+from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import detect_layout
-from sglang_dsv4.checkpoint.preflight import preflight
 from sglang_dsv4.checkpoint.view import NativeView
 from sglang_dsv4.errors import ConfigError, IncompleteLoadError
 
@@ -35,7 +35,7 @@ def native(group="mtp") -> grammar.Spec:
 def test_public_layouts_are_complete(layout, dims, group):
     drafts = "dspark" if layout == "v41_flash" else group
     found = report(grammar.expand(layout, dims, group), layout, dims, drafts)
-    assert found.complete, (found.missing, found.unexpected, found.wrong)
+    found.raise_if_incomplete("model")
 
 
 @pytest.mark.parametrize("group", ["none", "mtp", "dspark"])
@@ -49,7 +49,7 @@ def test_each_missing_tensor_is_found(group):
         rest = {other: value for other, value in spec.items() if other != name}
         found = report(rest, group=group)
         if name in optional:
-            assert found.complete
+            found.raise_if_incomplete("model")
             assert name in found.absent
         else:
             assert (found.missing, found.unexpected, found.wrong) == ((name,), (), ())
@@ -110,7 +110,7 @@ def test_the_router_table_follows_the_config():
     for layer in range(3):
         spec[f"layers.{layer}.ffn.gate.tid2eid"] = ("I64", (512, 4))
     assert report(spec).wrong == ("layers.{0..2}.ffn.gate.tid2eid: found shape [512, 4], expected [512, 2]",)
-    assert report(spec, num_experts_per_tok=4).complete
+    report(spec, num_experts_per_tok=4).raise_if_incomplete("model")
 
 
 def test_a_config_of_another_size():
@@ -122,7 +122,7 @@ def test_a_config_of_another_size():
 def test_what_may_be_absent_is_said():
     spec = {name: value for name, value in native().items() if not name.endswith("attn_sink") and name != "head.weight"}
     found = report(spec)
-    assert found.complete
+    found.raise_if_incomplete("model")
     assert {"head.weight", "layers.{0..4}.attn.attn_sink", "mtp.0.attn.attn_sink"} <= set(found.absent)
 
 
@@ -132,7 +132,7 @@ def test_quantised_compressors_are_accepted():
     for place, rows in (("compressor.wgate", 256), ("indexer.compressor.wkv", 256), ("indexer.weights_proj", 8)):
         spec[f"layers.2.attn.{place}.weight"] = ("F8_E4M3", (rows, 256))
         spec[f"layers.2.attn.{place}.scale"] = ("F8_E8M0", (-(-rows // 128), 2))
-    assert report(spec).complete
+    report(spec).raise_if_incomplete("model")
 
 
 def test_a_draft_that_lacks_a_stage_tensor():
@@ -150,7 +150,7 @@ def test_a_dspark_draft_under_a_config_without_its_keys():
 
 def test_a_separate_draft_needs_no_target():
     spec = {name: value for name, value in native("dspark").items() if name.startswith("mtp.")}
-    assert report(spec, group="dspark").complete
+    report(spec, group="dspark").raise_if_incomplete("model")
 
 
 def test_everything_is_raised_once():
@@ -181,12 +181,12 @@ def test_full_size_releases(dims, group, shards, tensors, nbytes, tmp_path):
     spec = grammar.expand("native_fp4_fp8", dims, group)
     folder = grammar.write(tmp_path / "v4", spec, grammar.config("native_fp4_fp8", dims, group), grammar.by_layer(spec))
     began = time.process_time()
-    checkpoint = preflight(folder)
+    checkpoint = Checkpoint.open(folder)
     completeness = compare(checkpoint.view, checkpoint.config, detect_layout(checkpoint))
     seconds = time.process_time() - began
     assert (len(checkpoint.shards), len(checkpoint.tensors)) == (shards, tensors)
     assert sum(info.nbytes for info in checkpoint.tensors.values()) == nbytes
-    assert completeness.complete
+    completeness.raise_if_incomplete("model")
     headers = sum(checkpoint.header(shard).data_start for shard in checkpoint.shards)
     assert checkpoint.storage.counters.bytes_read == headers + sum(
         checkpoint.files[name] for name in ("config.json", "model.safetensors.index.json")

@@ -6,7 +6,6 @@ import grammar
 import pytest
 
 from sglang_dsv4.checkpoint.index import Checkpoint
-from sglang_dsv4.checkpoint.preflight import preflight
 from sglang_dsv4.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -39,16 +38,23 @@ def edit_index(folder, change) -> None:
     (folder / INDEX).write_text(json.dumps(table))
 
 
+def opened(folder) -> Checkpoint:
+    """Opened, with every header read."""
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.tensors
+    return checkpoint
+
+
 def refused(folder, kind, match) -> Dsv4Error:
     with pytest.raises(kind, match=match) as caught:
-        preflight(folder)
+        opened(folder)
     assert str(folder) in caught.value.what
     assert caught.value.remedy
     return caught.value
 
 
 def test_a_sound_checkpoint(folder):
-    checkpoint = preflight(folder)
+    checkpoint = opened(folder)
     assert checkpoint.shards == [name_of(number) for number in range(1, 11)]
     assert {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()} == SPEC
     assert sum(info.nbytes for info in checkpoint.tensors.values()) == grammar.nbytes(SPEC)
@@ -57,11 +63,11 @@ def test_a_sound_checkpoint(folder):
 
 def test_without_an_index_every_shard_counts(folder):
     (folder / INDEX).unlink()
-    assert preflight(folder).tensors.keys() == SPEC.keys()
+    assert opened(folder).tensors.keys() == SPEC.keys()
 
 
 def test_one_file(tmp_path):
-    assert preflight(grammar.write(tmp_path / "v4", SPEC, CONFIG)).shards == ["model.safetensors"]
+    assert opened(grammar.write(tmp_path / "v4", SPEC, CONFIG)).shards == ["model.safetensors"]
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -148,7 +154,7 @@ def test_no_weights(folder):
 def test_broken_index(folder, text, match):
     (folder / INDEX).write_text(text)
     with pytest.raises(IndexMismatchError, match=match):
-        preflight(folder)
+        opened(folder)
 
 
 def test_index_and_headers_disagree(folder):
@@ -195,7 +201,7 @@ def test_lost_blob_of_the_cache(folder):
     (folder / name_of(5)).unlink()
     (folder / name_of(5)).symlink_to("../../blobs/gone")
     with pytest.raises(StorageError, match="link to nothing"):
-        preflight(folder)
+        opened(folder)
 
 
 # --- what SGLang reads ------------------------------------------------------------------------------------------------
@@ -204,7 +210,7 @@ def test_lost_blob_of_the_cache(folder):
 def test_files_that_the_index_does_not_name_are_ignored(folder):
     for extra in ("consolidated.safetensors", "optimizer.safetensors"):
         (folder / extra).write_bytes(b"not even a shard")
-    checkpoint = preflight(folder)
+    checkpoint = opened(folder)
     assert checkpoint.ignored == ("consolidated.safetensors", "optimizer.safetensors")
     assert checkpoint.tensors.keys() == SPEC.keys()
 
@@ -212,7 +218,7 @@ def test_files_that_the_index_does_not_name_are_ignored(folder):
 def test_consolidated_twin_without_an_index(tmp_path):
     folder = grammar.write(tmp_path / "v4", SPEC, CONFIG)
     grammar.write_shard(folder / "consolidated.safetensors", {"embed.weight": SPEC["embed.weight"]})
-    assert preflight(folder).shards == ["model.safetensors"]
+    assert opened(folder).shards == ["model.safetensors"]
 
 
 # --- reading only what is needed --------------------------------------------------------------------------------------

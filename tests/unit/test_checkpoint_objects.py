@@ -11,7 +11,6 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from sglang_dsv4.checkpoint.index import Checkpoint
-from sglang_dsv4.checkpoint.preflight import preflight
 from sglang_dsv4.checkpoint.storage import open_storage
 from sglang_dsv4.errors import CheckpointNotFoundError, StorageError
 
@@ -66,7 +65,7 @@ def s3(moto, environment, checkpoint):
 
 
 def test_s3_says_what_the_folder_says(s3, checkpoint):
-    remote, local = preflight(s3), preflight(checkpoint)
+    remote, local = Checkpoint.open(s3), Checkpoint.open(checkpoint)
     assert remote.files == local.files
     assert remote.tensors == local.tensors
     assert remote.config == local.config
@@ -221,10 +220,10 @@ def serve(checkpoint):
 def test_gcs_says_what_the_folder_says(serve, environment, checkpoint):
     environment.setenv("STORAGE_EMULATOR_HOST", serve(Gcs))
     environment.setenv("RUNAI_STREAMER_GCS_USE_ANONYMOUS_CREDENTIALS", "true")
-    remote = preflight(f"gs://{BUCKET}/{FOLDER}")
-    assert remote.tensors == preflight(checkpoint).tensors
+    remote = Checkpoint.open(f"gs://{BUCKET}/{FOLDER}")
+    assert remote.tensors == Checkpoint.open(checkpoint).tensors
     with pytest.raises(StorageError, match="cannot be listed; found NotFound") as caught:
-        preflight("gs://other/v4")
+        Checkpoint.open("gs://other/v4")
     assert "GOOGLE_APPLICATION_CREDENTIALS" in caught.value.remedy
 
 
@@ -235,10 +234,10 @@ def test_azure_says_what_the_folder_says(serve, environment, checkpoint):
         "AZURE_STORAGE_CONNECTION_STRING",
         f"DefaultEndpointsProtocol=http;AccountName=account;AccountKey={key};BlobEndpoint={address}",
     )
-    remote = preflight(f"az://{BUCKET}/{FOLDER}")
-    assert remote.tensors == preflight(checkpoint).tensors
+    remote = Checkpoint.open(f"az://{BUCKET}/{FOLDER}")
+    assert remote.tensors == Checkpoint.open(checkpoint).tensors
     with pytest.raises(StorageError, match="cannot be listed; found ResourceNotFoundError"):
-        preflight("az://other/v4")
+        Checkpoint.open("az://other/v4")
 
 
 def test_azure_without_an_account(environment):
