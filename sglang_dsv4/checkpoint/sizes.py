@@ -66,13 +66,19 @@ class Conversion(NamedTuple):
     """What the stream changes.
 
     fp8_block   edge of the FP8 blocks that packed FP4 experts become; None leaves them packed
-    expanded    places that become BF16 where they are quantised, and formats of which every linear does
+    places      places that become BF16 where they are quantised
+    formats     formats of which every linear becomes BF16
     width       what the width of an expert is padded to; None leaves it
     """
 
     fp8_block: int | None = None
-    expanded: frozenset[str | Format] = frozenset()
+    places: frozenset[str] = frozenset()
+    formats: frozenset[Format] = frozenset()
     width: int | None = None
+
+    def expands(self, place: str, form: Format | None) -> bool:
+        """Whether a linear at this place, quantised in this format, becomes BF16."""
+        return place in self.places or form in self.formats
 
 
 class Weights(NamedTuple):
@@ -164,7 +170,7 @@ class _Measure:
             rows, columns = shapes[main][0], shapes[main][1] * packed
             edge = self.conversion.fp8_block
             nbytes = rows * columns + -(-rows // edge) * -(-columns // edge)
-        elif kind is ModuleKind.LINEAR and form is not Format.BF16 and self.conversion.expanded & {inner, form}:
+        elif kind is ModuleKind.LINEAR and form is not Format.BF16 and self.conversion.expands(inner, form):
             nbytes = parameters * 2
         return Weights(parameters, nbytes)
 

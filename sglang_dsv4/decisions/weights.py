@@ -12,18 +12,19 @@ from sglang_dsv4.decisions.launch import Files
 from sglang_dsv4.decisions.moe_names import CUDA
 from sglang_dsv4.decisions.parallel import EP_SPANS_TP, padded_width
 
-UNQUANTISED: frozenset[str | Format] = frozenset(
+UNQUANTISED = frozenset(
     {
         "attn.compressor.wkv",
         "attn.compressor.wgate",
         "attn.indexer.weights_proj",
         "attn.indexer.compressor.wkv",
         "attn.indexer.compressor.wgate",
-        Format.NVFP4_CT,
     }
 )
-"""What SGLang holds in BF16 however it is stored (srt/layers/attention/dsv4/compressor.py:68, indexer.py:1191), and the
-format of shared experts that the stream expands."""
+"""What SGLang holds in BF16 however it is stored (srt/layers/attention/dsv4/compressor.py:68, indexer.py:1191)."""
+
+EXPANDED_FORMATS = frozenset({Format.NVFP4_CT})
+"""The format of shared experts that the stream expands."""
 
 
 class RankWeights(NamedTuple):
@@ -66,20 +67,20 @@ def wo_a_of_launch(inputs: Inputs) -> WoA:
 def rank_weights(files: Files, inputs: Inputs, decision: Decision) -> RankWeights:
     """Parameters and bytes of weights per rank, of a launch that was not refused."""
     spread = _spread(inputs)
-    expanded = UNQUANTISED | ({"attn.wo_a"} if wo_a_of_launch(inputs).runs == "bf16" else set())
+    unquantised = UNQUANTISED | ({"attn.wo_a"} if wo_a_of_launch(inputs).runs == "bf16" else set())
     inspection = files.target
     target = target_per_stage(
         inspection.view,
         inspection.checkpoint.config,
         spread,
-        _conversion(inputs, decision.target is not None and decision.target.experts.converts, expanded),
+        _conversion(inputs, decision.target is not None and decision.target.experts.converts, unquantised),
     )
     if decision.draft is None:
         return RankWeights(target, None)
     if inputs.speculation.algorithm == "DSPARK":  # has no FP8 wo_a
-        expanded |= {"attn.wo_a"}
+        unquantised |= {"attn.wo_a"}
     inspection = files.draft or files.target
-    conversion = _conversion(inputs, decision.draft.experts.converts, expanded)
+    conversion = _conversion(inputs, decision.draft.experts.converts, unquantised)
     return RankWeights(target, draft_per_rank(inspection.view, inspection.checkpoint.config, spread, conversion))
 
 
@@ -98,8 +99,9 @@ def _spread(inputs: Inputs) -> Spread:
     )
 
 
-def _conversion(inputs: Inputs, converts: bool, expanded: frozenset[str | Format]) -> Conversion:
+def _conversion(inputs: Inputs, converts: bool, unquantised: frozenset[str]) -> Conversion:
     ranks, sizes = inputs.ranks.resolved(), inputs.sizes
     edge = max(sizes.block) if sizes.block else 128
     width = padded_width(sizes.moe_intermediate, ranks.tp, ranks.moe_tp, sizes.block)
-    return Conversion(edge if converts else None, expanded, width if width != sizes.moe_intermediate else None)
+    padded = width if width != sizes.moe_intermediate else None
+    return Conversion(edge if converts else None, unquantised, EXPANDED_FORMATS, padded)
