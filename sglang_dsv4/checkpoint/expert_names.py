@@ -27,6 +27,7 @@ class ExpertName(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
+        """Whether this is the shared expert's, which has no number."""
         return self.number is None
 
     @property
