@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Protocol
 
 import torch
@@ -84,9 +85,16 @@ class Patched:
     """SGLang with patches/v0.5.23 applied, and no plugin loaded."""
 
     def wo_a(self, stream, block):
-        from sglang.srt.models.deepseek_v4 import _dequant_fp8_wo_a_streaming
+        from sglang.srt.model_loader.weight_utils import RUNAI_STREAMER_TENSOR_ATTR
+        from sglang.srt.models.deepseek_v4 import _dequant_every_wo_a
 
-        return _dequant_fp8_wo_a_streaming(stream, list(block))
+        def marked():
+            """As SGLang's streamer does, whose tensors are views of a buffer that is filled again."""
+            for name, tensor in stream:
+                setattr(tensor, RUNAI_STREAMER_TENSOR_ATTR, True)
+                yield name, tensor
+
+        return _dequant_every_wo_a(marked(), SimpleNamespace(weight_block_size=list(block)))
 
     def fp4_to_fp8(self, weight, scale, block):
         from sglang.srt.layers.quantization.fp8 import cast_e2m1fn_to_e4m3fn
