@@ -6,6 +6,7 @@ them are sparse: full-size headers over holes.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -75,6 +76,19 @@ def nbytes(spec: Spec) -> int:
     return sum(math.prod(shape) * BITS[dtype] // 8 for dtype, shape in spec.values())
 
 
+NUMBERS = {
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "sliding_window": 128,
+    "scoring_func": "sqrtsoftplus",
+    "index_topk": 512,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+}
+"""What the releases' config.json has besides sizes."""
+
+
 def config(layout: str, dims: str, group: str = "none") -> dict:
     """A config.json that goes with `expand`, in the released spelling."""
     size = grammar()["dims"][dims]
@@ -113,6 +127,7 @@ def config(layout: str, dims: str, group: str = "none") -> dict:
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
         "num_hash_layers": size["NHASH"],
+        **copy.deepcopy(NUMBERS),
     }
     return {**values, **_quantization(layout)}
 

@@ -6,12 +6,12 @@ Read are the released form (`compress_ratios`, `rope_scaling`, `num_hash_layers`
 
 from __future__ import annotations
 
-import math
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
+from sglang_dsv4.checkpoint import config_values
+from sglang_dsv4.checkpoint.config_reader import ConfigReader
 from sglang_dsv4.checkpoint.names import shorten
 from sglang_dsv4.errors import ConfigError, UnknownArchitectureError
 
@@ -22,6 +22,9 @@ ARCHITECTURES = {
     "DeepseekV41ForCausalLM": "v4.1",
 }
 """Architecture in config.json -> family."""
+
+_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+"""Keys that Transformers' classes take for the same number."""
 
 LAYER_TYPE_RATES = {
     "sliding_attention": 0,
@@ -54,6 +57,7 @@ SIZES = {
 
 _MOST_EXPERTS = 1 << 16  # what is listed one by one must be countable; the largest release has 384
 _DEFAULTS = {"HD": 512, "HC": 4, "IHD": 128, "NS": 1}  # some configs leave these to the model class
+_CONSTANTS = {"num_key_value_heads": 1, "topk_method": "noaux_tc"}  # SGLang's defaults are another model's
 _ROPE_HEAD_DIM = 64  # every release; some configs leave it out
 _NO_SCALING = ("rope_theta", "rope_type", "partial_rotary_factor", "attention_factor")
 _INFERENCE_KEYS = ("dim", "n_layers", "n_heads", "moe_inter_dim")  # DeepSeek's inference/config.json
@@ -125,8 +129,10 @@ class ModelConfigFacts:
         return self.sizes[symbol]
 
     def released_spelling(self) -> dict[str, Any]:
-        """The keys that newer writers rename, as the releases spell them and SGLang reads them."""
+        """What newer writers rename or leave out, as the releases spell it and SGLang reads it."""
         return {
+            **_CONSTANTS,
+            **{SIZES[symbol]: self.sizes[symbol] for symbol in _DEFAULTS},
             "compress_ratios": [*self.ratios, *self.draft_ratios],
             "num_hash_layers": self.hash_layers,
             "qk_rope_head_dim": self.rope.head_dim,
@@ -143,17 +149,21 @@ class ModelConfigFacts:
             UnknownArchitectureError: the config of another model, named.
             ConfigError: a key is missing, has an impossible value, or two keys contradict each other.
         """
-        reader = _Reader(parsed, where)
-        architecture, family = reader.architecture()
+        reader = ConfigReader(parsed, where)
+        architecture, family = _architecture(reader)
+        _check_values(reader, family)
         if reader.integer("num_key_value_heads", 1) != 1:
             reader.fail(
                 "num_key_value_heads", reader.values["num_key_value_heads"], "1: DeepSeek-V4 shares one K=V head"
             )
         ratios, beyond = _ratios(reader, family)
+        rope = _rope(reader)
+        if family == "v4":
+            _check_rope(reader, rope, compressed=any(ratios))
         return cls(
             architecture=architecture,
             family=family,
-            sizes={symbol: reader.size(key, _DEFAULTS.get(symbol)) for symbol, key in SIZES.items()},
+            sizes=_sizes(reader),
             ratios=ratios,
             draft_ratios=beyond,
             hash_layers=_hash_layers(reader) if family == "v4" else 0,
@@ -163,98 +173,57 @@ class ModelConfigFacts:
             quant=_quant(reader),
             tie_word_embeddings=bool(reader.values.get("tie_word_embeddings", False)),
             swiglu_limit=reader.number("swiglu_limit"),
-            rope=_rope(reader),
+            rope=rope,
             raw=reader.values,
         )
 
 
-class _Reader:
-    """Typed access to the keys of one config file; every fault names key, found and expected."""
-
-    def __init__(self, parsed: object, where: str):
-        self.where = where
-        if not isinstance(parsed, dict):
-            raise ConfigError(
-                f"{where}: no JSON object", found=type(parsed).__name__, remedy="Download the file again."
-            )
-        nested = parsed.get("text_config")
-        self.values: dict[str, Any] = {**nested, **parsed} if isinstance(nested, dict) else parsed
-        quant = self.values.get("quantization_config") or {}
-        if not isinstance(quant, dict):
-            self.fail("quantization_config", quant, "an object")
-        self.quant: dict[str, Any] = quant
-
-    def fail(self, key: str, found: object, expected: str, remedy: str = "") -> NoReturn:
-        text = "no such key" if found is None else shorten(reprlib.repr(found))
-        raise ConfigError(f"{self.where}: {key}", found=text, expected=expected, remedy=remedy)
-
-    def architecture(self) -> tuple[str, str]:
-        listed = self.values.get("architectures")
-        if listed is None and all(key in self.values for key in _INFERENCE_KEYS[:3]):
-            raise ConfigError(
-                f"{self.where}: the config is in the spelling of DeepSeek's inference code",
-                found=", ".join(key for key in _INFERENCE_KEYS if key in self.values),
-                expected="Hugging Face's: architectures, hidden_size, num_hidden_layers",
-                remedy="Take config.json from the top of the released repository, not from its inference folder.",
-            )
-        if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
-            self.fail("architectures", listed, f"one of {', '.join(ARCHITECTURES)}")
-        for name in listed:
-            if name in ARCHITECTURES:
-                return name, ARCHITECTURES[name]
-        model_type = self.values.get("model_type")
-        raise UnknownArchitectureError(
-            f"{self.where}: no DeepSeek-V4 model",
-            found=shorten(f"{', '.join(listed)} (model_type {model_type})"),
-            expected=", ".join(ARCHITECTURES),
-            remedy="Leave out --model-impl sglang_dsv4 for this model, or check the model path.",
+def _architecture(reader: ConfigReader) -> tuple[str, str]:
+    listed = reader.values.get("architectures")
+    if listed is None and all(key in reader.values for key in _INFERENCE_KEYS[:3]):
+        raise ConfigError(
+            f"{reader.where}: the config is in the spelling of DeepSeek's inference code",
+            found=", ".join(key for key in _INFERENCE_KEYS if key in reader.values),
+            expected="Hugging Face's: architectures, hidden_size, num_hidden_layers",
+            remedy="Take config.json from the top of the released repository, not from its inference folder.",
         )
-
-    def size(self, key: str, default: int | None) -> int:
-        value = self.values.get(key, default)
-        if type(value) is not int or not 0 < value < 2**31:
-            self.fail(key, value, "a positive integer")
-        if key == SIZES["E"] and value > _MOST_EXPERTS:
-            self.fail(key, value, f"at most {_MOST_EXPERTS} routed experts")
-        return value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if type(value) is not int or not 0 <= value < 2**31:
-            self.fail(key, value, "an integer of 0 or more")
-        return value
-
-    def number(self, key: str) -> float | None:
-        value = self.values.get(key)
-        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-            self.fail(key, value, "a number")
-        return value
-
-    def optional(self, key: str) -> int | None:
-        return None if self.values.get(key) is None else self.integer(key)
-
-    def integers(self, key: str) -> tuple[int, ...] | None:
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
-            self.fail(key, value, "a list of integers of 0 or more")
-        return tuple(value)
-
-    def text(self, key: str) -> str | None:
-        return self._text(key, self.values.get(key))
-
-    def quant_text(self, key: str) -> str | None:
-        return self._text(f"quantization_config.{key}", self.quant.get(key))
-
-    def _text(self, key: str, value: object) -> str | None:
-        if value is not None and not isinstance(value, str):
-            self.fail(key, value, "a string")
-        return value.lower() if value else None
+    if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
+        reader.fail("architectures", listed, f"one of {', '.join(ARCHITECTURES)}")
+    if listed[0] in ARCHITECTURES:  # SGLang goes by the first
+        return listed[0], ARCHITECTURES[listed[0]]
+    model_type = reader.values.get("model_type")
+    raise UnknownArchitectureError(
+        f"{reader.where}: no DeepSeek-V4 model",
+        found=shorten(f"{', '.join(listed)} (model_type {model_type})"),
+        expected=", ".join(ARCHITECTURES),
+        remedy="Leave out --model-impl sglang_dsv4 for this model, or check the model path.",
+    )
 
 
-def _ratios(reader: _Reader, family: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _check_values(reader: ConfigReader, family: str) -> None:
+    """ConfigError for what SGLang or Transformers would stop at, or take for something else."""
+    rules = {"model_type": config_values.MODEL_TYPES[family], **config_values.RULES}
+    nested = dict.fromkeys(config_values.NESTED, config_values.NO_KEY)
+    if family != "v4":
+        nested["text_config"] = config_values.OBJECT
+    required = ("model_type", *(config_values.REQUIRED if family == "v4" else ()))
+    reader.check(reader.values, rules | nested, required)
+    if reader.quant_text("quant_method") == "fp8":
+        section, required = config_values.FP8_SECTION, config_values.FP8_REQUIRED
+        reader.check(reader.quant, section, required, "quantization_config.")
+    for alias, key in _ALIASES.items():
+        if alias in reader.values and reader.values[alias] != reader.values.get(key):
+            reader.fail(alias, reader.values[alias], f"{reader.values.get(key)}, as {key} says")
+
+
+def _sizes(reader: ConfigReader) -> dict[str, int]:
+    sizes = {symbol: reader.size(key, _DEFAULTS.get(symbol)) for symbol, key in SIZES.items()}
+    if sizes["E"] > _MOST_EXPERTS:
+        reader.fail(SIZES["E"], sizes["E"], f"at most {_MOST_EXPERTS} routed experts")
+    return sizes
+
+
+def _ratios(reader: ConfigReader, family: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Compression ratio of each main layer, and of what comes after them, from whichever spelling is there."""
     layers = reader.size("num_hidden_layers", None)
     ratios, types = reader.integers("compress_ratios"), _ratios_from_types(reader)
@@ -270,13 +239,15 @@ def _ratios(reader: _Reader, family: str) -> tuple[tuple[int, ...], tuple[int, .
     key = "compress_ratios" if ratios is not None else "layer_types"
     if len(found) < layers:
         reader.fail(key, f"{len(found)} entries", f"{layers} (num_hidden_layers) or more")
+    if types is not None and len(types) > layers:
+        reader.fail("layer_types", f"{len(types)} entries", f"{layers} (num_hidden_layers)")
     for layer, ratio in enumerate(found):
         if ratio not in legal:
             reader.fail(f"{key}[{layer}]", ratio, f"one of {', '.join(map(str, legal))}")
     return found[:layers], found[layers:]
 
 
-def _ratios_from_types(reader: _Reader) -> tuple[int, ...] | None:
+def _ratios_from_types(reader: ConfigReader) -> tuple[int, ...] | None:
     types = reader.values.get("layer_types")
     if types is None:
         return None
@@ -293,19 +264,20 @@ def _ratios_from_types(reader: _Reader) -> tuple[int, ...] | None:
     return tuple(rates[name] for name in types)
 
 
-def _hash_layers(reader: _Reader) -> int:
+def _hash_layers(reader: ConfigReader) -> int:
     kinds = reader.values.get("mlp_layer_types")
     if kinds is None:
         return reader.integer("num_hash_layers")
     count = kinds.count("hash_moe") if isinstance(kinds, list) else 0
-    if not isinstance(kinds, list) or kinds != ["hash_moe"] * count + ["moe"] * (len(kinds) - count):
-        reader.fail("mlp_layer_types", kinds, "hash_moe for the first layers, then moe")
+    layers = reader.size("num_hidden_layers", None)
+    if kinds != ["hash_moe"] * count + ["moe"] * (layers - count):
+        reader.fail("mlp_layer_types", kinds, f"{layers} entries: hash_moe for the first layers, then moe")
     if reader.integer("num_hash_layers", count) != count:
         reader.fail("num_hash_layers", reader.values["num_hash_layers"], f"{count}, which mlp_layer_types says")
     return count
 
 
-def _rope(reader: _Reader) -> RopeFacts:
+def _rope(reader: ConfigReader) -> RopeFacts:
     """From `rope_theta`, `compress_rope_theta` and `rope_scaling`, or from `rope_parameters`, nested or flat."""
     theta: Any = reader.number("rope_theta") or 10000
     compress_theta: Any = reader.number("compress_rope_theta")
@@ -328,7 +300,22 @@ def _rope(reader: _Reader) -> RopeFacts:
     return RopeFacts(head_dim, theta, compress_theta, scaling)
 
 
-def _dspark(reader: _Reader) -> DSparkFacts | None:
+def _check_rope(reader: ConfigReader, rope: RopeFacts, *, compressed: bool) -> None:
+    """ConfigError where SGLang cannot build V4's rotary caches from what `_rope` found."""
+    where = "rope_parameters.compress." if reader.values.get("rope_parameters") else "rope_scaling."
+    required = config_values.YARN_REQUIRED if compressed else ()
+    reader.check(rope.scaling or {}, config_values.YARN, required, where)
+    thetas = {"rope_theta": rope.theta, "compress_rope_theta": rope.compress_theta}
+    found = {key: value for key, value in thetas.items() if value is not None}
+    reader.check(found, dict.fromkeys(thetas, config_values.THETA), tuple(thetas))
+    positions = (rope.scaling or {}).get("factor", 1) * (rope.scaling or {}).get("original_max_position_embeddings", 1)
+    if positions > config_values.MOST_POSITIONS:
+        reader.fail(f"{where}factor", f"{positions} positions in all", f"at most {config_values.MOST_POSITIONS}")
+    if rope.head_dim % 2 or not 0 < rope.head_dim <= reader.size("head_dim", _DEFAULTS["HD"]):
+        reader.fail("qk_rope_head_dim", rope.head_dim, "an even part of head_dim")
+
+
+def _dspark(reader: ConfigReader) -> DSparkFacts | None:
     if not any(key.startswith("dspark_") for key in reader.values):
         return None
     targets = reader.integers("dspark_target_layer_ids")
@@ -347,7 +334,7 @@ def _dspark(reader: _Reader) -> DSparkFacts | None:
     )
 
 
-def _quant(reader: _Reader) -> QuantFacts:
+def _quant(reader: ConfigReader) -> QuantFacts:
     block = reader.quant.get("weight_block_size")
     if block is not None:
         if not isinstance(block, list) or len(block) != 2 or any(type(edge) is not int or edge <= 0 for edge in block):

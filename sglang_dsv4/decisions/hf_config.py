@@ -91,7 +91,7 @@ def facts_at(path: str, revision: str | None) -> Facts:
 
 
 def respelled(config: ModelConfigFacts) -> dict[str, Any]:
-    """The releases' keys, as Transformers attributes, where the file spells them otherwise."""
+    """The releases' keys, as Transformers attributes, where the file spells them otherwise or leaves them out."""
     released = config.released_spelling()
     theta, scaling = released.pop("rope_theta"), released.pop("rope_scaling")
     changes = {key: value for key, value in released.items() if config.raw.get(key) is None and value is not None}
@@ -105,7 +105,7 @@ def respelled(config: ModelConfigFacts) -> dict[str, Any]:
 def _say(changes: Mapping[str, Any]) -> None:
     spelled = [key for key in changes if key != "quantization_config"]
     if spelled:
-        logger.info("%sconfig.json of a newer Transformers: SGLang is given %s", PREFIX, ", ".join(spelled))
+        logger.info("%sconfig.json spells these otherwise or leaves them out; SGLang is given %s", PREFIX, ", ".join(spelled))
     if "quantization_config" not in changes:
         return
     section = changes["quantization_config"]

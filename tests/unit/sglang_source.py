@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -50,3 +51,10 @@ def registered(kind: str) -> set[tuple[str, str]]:
     return {
         pair for path in (root() / "srt").rglob("*.py") for pair in pattern.findall(path.read_text(encoding="utf-8"))
     }
+
+
+def unmentioned(words: Iterable[str]) -> list[str]:
+    """Those of `words` that no module below srt/ has as a word."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (root() / "srt").rglob("*.py"))
+    found = set(re.findall(r"\w+", text))
+    return [word for word in words if word not in found]

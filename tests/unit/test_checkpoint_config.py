@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.errors import ConfigError, Dsv4Error, UnknownArchitectureError
 
+YARN = {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536}
+
 
 def released(dims="tiny_flash", group="mtp") -> dict:
     return grammar.config("native_fp4_fp8", dims, group) | {
         "rope_theta": 10000,
         "compress_rope_theta": 160000,
-        "rope_scaling": {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1},
+        "rope_scaling": copy.deepcopy(YARN),
     }
 
 
@@ -41,6 +43,7 @@ def saved_by_transformers() -> dict:
                 "factor": 16,
                 "beta_fast": 32,
                 "beta_slow": 1,
+                "original_max_position_embeddings": 65536,
             },
         },
     }
@@ -58,7 +61,13 @@ def test_both_spellings_give_one_answer():
         "qk_rope_head_dim": 64,
         "rope_theta": 10000,
         "compress_rope_theta": 160000,
-        "rope_scaling": {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1},
+        "rope_scaling": YARN,
+        "num_key_value_heads": 1,
+        "topk_method": "noaux_tc",
+        "head_dim": 128,
+        "hc_mult": 4,
+        "index_head_dim": 128,
+        "n_shared_experts": 1,
     }
     assert theirs.released_spelling() == ours.released_spelling() | {"compress_ratios": [0, 0, 4, 128, 4]}
 

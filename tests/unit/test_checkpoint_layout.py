@@ -12,6 +12,7 @@ from sglang_dsv4.checkpoint.view import NativeView
 from sglang_dsv4.errors import IndexMismatchError, LayoutError
 
 F = Format
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 LAYOUTS = {
     # layout: (target format, its scales, dense block, dense scales, wo_a, draft format, draft kind)
     ("native_fp4_fp8", "mtp"): (F.FP4, "F8_E8M0", 128, "F8_E8M0", F.FP8, F.FP4, "mtp"),
@@ -287,11 +288,11 @@ def test_config_and_tensors_agree():
         ({"expert_dtype": "fp8"}, ("expert_dtype", "fp8", "FP4")),
         ({"expert_dtype": "int3"}, ("expert_dtype", "int3", "FP4")),
         (
-            {"quantization_config": {"quant_method": "fp8", "routed_experts_quant_method": "fp8"}},
+            {"quantization_config": FP8 | {"routed_experts_quant_method": "fp8"}},
             ("quantization_config.routed_experts_quant_method", "fp8", "FP4"),
         ),
         (
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}},
+            {"quantization_config": FP8 | {"weight_block_size": [32, 32]}},
             ("quantization_config.weight_block_size", "[32, 32]", "[128, 128]"),
         ),
         ({"quantization_config": None, "expert_dtype": None}, ("quantization_config", "absent", "quantised tensors")),

@@ -1,0 +1,142 @@
+"""Values of config.json: whatever Transformers' typed classes refuse is refused here first, by key."""
+
+import copy
+import dataclasses
+import warnings
+
+import grammar
+import pytest
+from sglang_source import unmentioned
+
+from sglang_dsv4.checkpoint.config import SIZES, ModelConfigFacts
+from sglang_dsv4.checkpoint.config_values import REQUIRED, RULES
+from sglang_dsv4.errors import ConfigError
+
+ODD = (None, "x", -1, 0, 1, 1.5, True, [], {}, ["a"], [5])
+
+
+def released() -> dict:
+    return copy.deepcopy(grammar.config("native_fp4_fp8", "flash", "mtp"))
+
+
+def refused(values: dict) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfigFacts.from_json(values)
+    return caught.value
+
+
+def typed_classes() -> list[type]:
+    """The classes that SGLang and Transformers have for model_type deepseek_v4 and deepseek_v41."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.configs.deepseek_v41 import DeepseekV41Config
+        from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+        from transformers import DeepseekV4Config
+    return [_CONFIG_REGISTRY["deepseek_v4"], DeepseekV41Config, DeepseekV4Config]
+
+
+def test_what_the_typed_classes_refuse_is_refused():
+    from huggingface_hub.errors import StrictDataclassError
+
+    compared = 0
+    for cls in typed_classes():
+        for field in dataclasses.fields(cls):
+            for value in ODD:
+                try:
+                    cls(**{field.name: value})
+                except StrictDataclassError:
+                    error = refused(released() | {field.name: value})
+                    assert field.name in str(error)
+                    compared += 1
+                except (TypeError, ValueError, AttributeError):  # the rest of the initialiser, given this alone
+                    pass
+    assert compared > 500
+
+
+def test_every_other_rule_is_about_a_key_that_somebody_reads():
+    """A rule whose key no class and no SGLang module names is a misspelling."""
+    fields = {field.name for cls in typed_classes() for field in dataclasses.fields(cls)}
+    assert unmentioned(key for key in (*RULES, *REQUIRED) if key not in fields) == []
+
+
+def test_a_release_passes():
+    for dims in ("flash", "pro"):
+        facts = ModelConfigFacts.from_json(grammar.config("native_fp4_fp8", dims, "dspark"))
+        assert facts.rope.scaling is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("model_type", "llama", "model_type; found 'llama'; expected deepseek_v4."),
+        ("model_type", 5, "model_type; found 5; expected deepseek_v4."),
+        ("model_type", "deepseek_v41", "model_type; found 'deepseek_v41'; expected deepseek_v4."),
+        ("rms_norm_eps", "x", "rms_norm_eps; found 'x'; expected a number with a decimal point"),
+        ("rms_norm_eps", 1e308, "rms_norm_eps; found 1e+308; expected a number with a decimal point, above 0 and"),
+        ("rms_norm_eps", 0.0, "rms_norm_eps; found 0.0"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps; found nan"),
+        ("rope_theta", None, "rope_theta; found null; expected a number above 0"),
+        ("rope_theta", -1, "rope_theta; found -1"),
+        ("compress_rope_theta", 0, "compress_rope_theta; found 0"),
+        ("sliding_window", 0, "sliding_window; found 0; expected an integer from 1"),
+        ("routed_scaling_factor", 2, "routed_scaling_factor; found 2; expected a number with a decimal point"),
+        ("swiglu_limit", None, "swiglu_limit; found null"),
+        ("hidden_act", "gelu", "hidden_act; found 'gelu'; expected silu."),
+        ("topk_method", "greedy", "topk_method; found 'greedy'; expected noaux_tc."),
+        ("torch_dtype", "torch.bfloat16", "torch_dtype; found 'torch.bfloat16'; expected bfloat16 or"),
+        ("num_local_experts", 8, "num_local_experts; found 8; expected 256, as n_routed_experts says"),
+        ("text_config", {}, "text_config; found {}; expected no such key: SGLang would take"),
+        ("rope_scaling", {}, "rope_scaling.factor; found no such key"),
+        ("rope_scaling", {"type": "linear"}, "rope_scaling.type; found 'linear'; expected yarn or deepseek_yarn"),
+        (
+            "rope_scaling",
+            {"factor": 513, "original_max_position_embeddings": 65536},
+            "found '33619968 positions in all'; expected at most",
+        ),
+        ("qk_rope_head_dim", 63, "qk_rope_head_dim; found 63; expected an even part of head_dim"),
+        ("qk_rope_head_dim", 1024, "qk_rope_head_dim; found 1024; expected an even part of head_dim"),
+        (
+            "quantization_config",
+            {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [128, 128]},
+            "quantization_config.activation_scheme; found 'static'; expected dynamic.",
+        ),
+        (
+            "quantization_config",
+            {"quant_method": "fp8", "activation_scheme": "dynamic"},
+            "quantization_config.weight_block_size; found no such key",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be(key, value, message):
+    assert message in str(refused(released() | {key: value}))
+
+
+@pytest.mark.parametrize("key", ["model_type", *REQUIRED, "compress_rope_theta", "rope_scaling"])
+def test_a_key_that_must_be_there(key):
+    values = released()
+    del values[key]
+    error = refused(values)
+    assert f" {key}" in error.what
+    assert error.found == "no such key"
+    assert "original release" in error.remedy
+
+
+@pytest.mark.parametrize("key", ["head_dim", "hc_mult", "index_head_dim", "n_shared_experts", "num_key_value_heads"])
+def test_a_key_that_is_supplied(key):
+    """SGLang's own default for it is another model's, or there is none."""
+    values = released()
+    expected = values.pop(key)
+    assert ModelConfigFacts.from_json(values).released_spelling()[key] == expected
+
+
+def test_sizes_are_positive_integers():
+    for key in SIZES.values():
+        for value in (None, "4", 0, -1, 1.0, True):
+            assert f" {key};" in str(refused(released() | {key: value}))
+
+
+def test_v41_keeps_its_text_config():
+    values = grammar.config("v41_flash", "tiny_v41")
+    assert ModelConfigFacts.from_json(values).family == "v4.1"
+    assert "text_config; found 'x'; expected an object" in str(refused(values | {"text_config": "x"}))
+    assert "model_type; found 'deepseek_v4'" in str(refused(values | {"model_type": "deepseek_v4"}))
