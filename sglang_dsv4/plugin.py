@@ -57,13 +57,13 @@ def asked(server_args: Any) -> bool:
 
 
 def on_first_step(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """First resolution step, raw arguments: look at release, flags and files before SGLang does, then engage."""
+    """First resolution step, raw arguments: refuse what cannot work before SGLang looks at it, then engage."""
     if asked(server_args):
         show_our_errors_plainly()
         compat.require_supported()
-        from sglang_dsv4.decisions.resolution import check_flags_and_files
+        from sglang_dsv4.decisions.resolution import check_launch
 
-        check_flags_and_files(server_args)
+        check_launch(server_args)
         engage()
     previous(server_args)
 

@@ -20,6 +20,7 @@ class _Null:
 
 
 _NULL = _Null()
+_RELEASED = "Use the config.json that was released with these weights."
 
 
 class ConfigReader:
@@ -49,8 +50,9 @@ class ConfigReader:
         wrong = first_wrong(values, rules, required)
         if wrong is not None:
             found = None if wrong.missing else _NULL if wrong.found is None else wrong.found
-            remedy = "Copy it from the config.json of the original release." if wrong.missing else ""
-            self.fail(at + wrong.key, found, wrong.expected, remedy)
+            self.fail(
+                at + wrong.key, found, wrong.expected, "Use the config.json that was released with these weights."
+            )
 
     def size(self, key: str, default: int | None) -> int:
         value = self.values.get(key, default)

@@ -1,8 +1,8 @@
 """What the values of config.json may be: one row per key that SGLang or Transformers reads and the load does not.
 
 SGLang hands config.json to a typed class (`_DeepseekV4ConfigAlias` and `DeepseekV41Config` of 0.5.23, on the strict
-DeepseekV3Config of Transformers 5), for which `1` is no float and `null` no number. What gets past it, such as a missing
-key or a window of 0, ends in a constructor or in garbage. Neither says which file is wrong.
+DeepseekV3Config of Transformers 5), for which `1` is no float and `null` no number. What gets past it, such as a
+missing key or a window of 0, ends in a constructor or in garbage. Neither says which file is wrong.
 """
 
 from __future__ import annotations

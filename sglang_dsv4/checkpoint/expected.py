@@ -5,7 +5,6 @@ Every layer kind is spelled out in `modules`; here the rows meet the tensors. Na
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from sglang_dsv4.checkpoint.modules import (
     root_modules,
     stage_modules,
 )
-from sglang_dsv4.checkpoint.names import collapse, join_indices, shorten
+from sglang_dsv4.checkpoint.names import collapse, join_indices
 from sglang_dsv4.checkpoint.view import Indices, NativeView, Parts
 from sglang_dsv4.errors import ConfigError, IncompleteLoadError
 
@@ -224,7 +223,7 @@ def _differs(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
 def _exists(row: Module, config: ModelConfigFacts, layer: int) -> bool:
     """Whether a target layer has a row, by the layer's kind."""
     ratio, hashed = config.ratios[layer], layer < config.hash_layers
-    kv_source = layer in _integers(config, "kv_source_layer_ids")
+    kv_source = layer in (config.raw.get("kv_source_layer_ids") or ())
     return {
         "every": True,
         "hash": hashed,
@@ -233,22 +232,9 @@ def _exists(row: Module, config: ModelConfigFacts, layer: int) -> bool:
         "hca": ratio == 128,
         "kv_source": kv_source,
         "gated_kv_source": kv_source and ratio > 1,
-        "index_source": layer in _integers(config, "index_source_layer_ids"),
-        "engram": layer in _integers(config, "engram_layer_ids"),
+        "index_source": layer in (config.raw.get("index_source_layer_ids") or ()),
+        "engram": layer in (config.raw.get("engram_layer_ids") or ()),
     }[row.where]
-
-
-def _integers(config: ModelConfigFacts, key: str) -> list[int]:
-    """One of V4.1's lists, empty where there is none. Raises ConfigError."""
-    found = config.raw.get(key) or []
-    if not isinstance(found, list) or any(type(item) is not int for item in found):
-        raise ConfigError(
-            f"config.json: {key}",
-            found=shorten(reprlib.repr(found)),
-            expected="a list of integers",
-            remedy="Use the config.json that was released with this checkpoint.",
-        )
-    return found
 
 
 def _in_stage(row: Module, stage: int, stages: int) -> bool:
@@ -257,5 +243,5 @@ def _in_stage(row: Module, stage: int, stages: int) -> bool:
 
 def _with_rows(size: dict[str, int], config: ModelConfigFacts, layer: int) -> dict[str, int]:
     """V4.1's Engram tables have a size of their own per layer."""
-    layers, rows = _integers(config, "engram_layer_ids"), _integers(config, "engram_num_embeddings")
+    layers, rows = (config.raw.get("engram_layer_ids") or ()), (config.raw.get("engram_num_embeddings") or ())
     return size | {"ROWS": rows[layers.index(layer)]} if layer in layers and len(rows) == len(layers) else size

@@ -48,7 +48,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--digests", type=Path, metavar="FILE", help="write {parameter: sha256 of its bytes} here")
     parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
     parser.add_argument("--verbose", action="store_true", help="SGLang's own log lines on stderr")
-    parser.add_argument("server_arguments", nargs="*", metavar="-- ARGUMENT", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -111,7 +110,7 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         moe_runner_backend=args.moe_runner_backend,
     )
     arguments += ["--log-level", "info" if args.verbose else "warning"]
-    arguments += [item for item in args.server_arguments if item != "--"]
+    arguments += args.server_arguments
     with parallel_context(arguments, Place(args.tp_rank, args.pp_rank)) as server_args:
         started = time.perf_counter()
         model = load_model(server_args, draft=args.draft)

@@ -15,6 +15,9 @@ from sglang_dsv4.errors import PREFIX, Dsv4Error, show
 # One module a command; each exports add_parser(subparsers), which sets `run`. Nothing heavy is imported by these.
 COMMANDS = ("check", "load", "make_tiny", "doctor", "bench")
 
+PASSES_ON = ("load",)
+"""Commands whose arguments after `--` go to SGLang's argument parser."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sglang-dsv4", description=__doc__)
@@ -25,8 +28,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line; what stands after `--` of a command that passes it on is not argparse's.
+
+    argparse itself would lose it where an option stands between the model and `--`.
+    """
+    end = list(argv).index("--") if argv and argv[0] in PASSES_ON and "--" in argv else len(argv)
+    args = build_parser().parse_args(argv[:end])
+    args.server_arguments = list(argv[end + 1 :])
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    args = parse(sys.argv[1:] if argv is None else argv)
     try:
         status = args.run(args)
         if sys.stdout is not None:  # closed by the caller

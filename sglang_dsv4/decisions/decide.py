@@ -317,7 +317,12 @@ def _container(method: str | None, experts: ExpertDecision) -> Iterator[Refusal]
 
 def _sizes(inputs: Inputs, sizes: Sizes, layout: str, runner: str | None) -> list[Refusal]:
     routed = routed_width(layout, runner or "auto", inputs.arch, sizes.block)
-    return parallel_refusals(sizes, inputs.ranks, routed, shared_tp1=inputs.flags.shared_tp1, padded=inputs.padded)
+    ranks = inputs.ranks
+    faults = parallel_refusals(sizes, ranks, routed, shared_tp1=inputs.flags.shared_tp1, padded=inputs.padded)
+    if inputs.arch == "cpu" and ranks.dcp > 1:  # srt/distributed/parallel_state.py:2656
+        what = "SGLang has no decode context parallelism on a CPU"
+        faults.append(Refusal("parallel-dcp", what, found=f"--dcp-size {ranks.dcp}", remedy="Leave out --dcp-size."))
+    return faults
 
 
 def _speculation(inputs: Inputs) -> Iterator[Refusal]:

@@ -69,14 +69,17 @@ def sizes_of(config: ModelConfigFacts, layout: Layout) -> Sizes:
 
 
 def ranks_of(arguments: Any) -> Ranks:
-    """Parallel sizes from SGLang's ServerArgs (or a resolving view of them)."""
+    """Parallel sizes from SGLang's ServerArgs (or a resolving view of them).
+
+    SGLang's first step turns the older `--enable-dp-attention --dp-size N` into `--attn-dp-size N` and one replica.
+    """
+    older = arguments.enable_dp_attention and arguments.attn_dp_size == 1
     return Ranks(
         tp=arguments.tp_size,
         ep=arguments.ep_size,
         pp=arguments.pp_size,
-        dp=arguments.dp_size,
-        # SGLang's first step turns --enable-dp-attention --dp-size N into attn_dp_size N and dp_size 1.
-        attn_dp=arguments.dp_size if arguments.enable_dp_attention else arguments.attn_dp_size,
+        dp=1 if older else arguments.dp_size,
+        attn_dp=arguments.dp_size if older else arguments.attn_dp_size,
         attn_cp=arguments.attn_cp_size,
         moe_dp=arguments.moe_dp_size,
         dcp=arguments.dcp_size,

@@ -105,7 +105,9 @@ def respelled(config: ModelConfigFacts) -> dict[str, Any]:
 def _say(changes: Mapping[str, Any]) -> None:
     spelled = [key for key in changes if key != "quantization_config"]
     if spelled:
-        logger.info("%sconfig.json spells these otherwise or leaves them out; SGLang is given %s", PREFIX, ", ".join(spelled))
+        logger.info(
+            "%sconfig.json spells these otherwise or leaves them out; SGLang is given %s", PREFIX, ", ".join(spelled)
+        )
     if "quantization_config" not in changes:
         return
     section = changes["quantization_config"]

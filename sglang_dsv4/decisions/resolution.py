@@ -1,8 +1,9 @@
 """Decisions inside SGLang's argument resolution: in the parent, before a scheduler is spawned or a weight is read.
 
-Three steps of the pipeline are wrapped (compat.py names them). The first sees raw arguments and no model config: flags
-and files are checked there. The second sits where SGLang picks defaults for the model: the launch is decided and
-applied. The last sees everything resolved: the decision must still hold.
+Three steps of the pipeline are wrapped (compat.py names them). The first sees the arguments as they were given, as
+`check` does, before SGLang looks at any: what `check` refuses is refused there. The second sits where SGLang picks
+defaults for the model: the launch is decided on what it became so far, and applied. The last sees everything resolved:
+the decision must still hold.
 """
 
 from __future__ import annotations
@@ -26,16 +27,25 @@ _written: dict[str, tuple[str | None, str]] = {}
 _surveys: dict[tuple[Any, ...], Files] = {}
 
 
-def check_flags_and_files(server_args: Any) -> None:
-    """Refuse unreadable flags, broken checkpoints and incomplete ones, all faults together: the first one's class."""
+def check_launch(server_args: Any) -> None:
+    """Refuse a launch as it was given. Raises what is wrong with flags and files, all together: the first one's class.
+
+    RefusedError when those are fine and the launch cannot work.
+    """
     _restore_flags()
     _surveys.clear()
-    _surveyed(server_args)
+    _decide(server_args).raise_if_refused()
 
 
 def decide_launch(server_args: Any) -> Decision:
-    """Decide a launch from ServerArgs or a resolving view of them. Raises what is wrong with flags and files."""
-    return decide(launch_inputs(server_args, _surveyed(server_args), arch=detect_arch(), flags=Flags.read()))
+    """Decide a launch on what ServerArgs have become so far. Raises what is wrong with flags and files."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    return _decide(resolving_view(server_args))
+
+
+def _decide(arguments: Any) -> Decision:
+    return decide(launch_inputs(arguments, _surveyed(arguments), arch=detect_arch(), flags=Flags.read()))
 
 
 def _surveyed(server_args: Any) -> Files:
@@ -74,9 +84,7 @@ def apply(server_args: Any, decision: Decision) -> None:
 
 def hold(server_args: Any) -> None:
     """The decision on the resolved arguments: raises RefusedError when another step has made the launch impossible."""
-    from sglang.srt.arg_groups.model_override_base import resolving_view
-
-    decide_launch(resolving_view(server_args)).raise_if_refused()
+    decide_launch(server_args).raise_if_refused()
 
 
 def _restore_flags() -> None:

@@ -58,6 +58,15 @@ def test_so_it_is_where_wo_a_is_kept_in_fp8(keeping_loader, made, options):
     assert keeping_loader.load(made(**options)).digests == keeping_loader.load(native).digests
 
 
+SUPPLIED = ("head_dim", "hc_mult", "index_head_dim", "n_shared_experts", "num_key_value_heads", "topk_method")
+
+
+def test_keys_that_every_release_has_alike_may_be_left_out(loader, made, plain, tmp_path):
+    bare = shards.edited(made(), tmp_path / "bare", lambda files: None)
+    layouts.configured(bare, **dict.fromkeys(SUPPLIED))
+    assert loader.load(bare).digests == plain(made()).digests
+
+
 @pytest.fixture(scope="module")
 def stacked(made, tmp_path_factory):
     def make(expert_format, scales):

@@ -423,10 +423,9 @@ def test_v41_lists_that_are_none(run, tmp_path, key):
     config = grammar.config("v41_flash", "tiny_v41", "dspark")
     config["text_config"][key] = 3
     folder = grammar.write(tmp_path / "v4", grammar.expand("v41_flash", "tiny_v41", "dspark"), config)
-    remedy = "Use the config.json that was released with this checkpoint."
-    assert run.refusals(folder) == [
-        ("ConfigError", f"config.json: {key}; found 3; expected a list of integers. {remedy}")
-    ]
+    [(code, message)] = run.refusals(folder)
+    assert code == "ConfigError"
+    assert f"config.json: {key}; found 3; expected a list of layer numbers. Use the config.json that was" in message
 
 
 def test_a_tensor_without_extent(run, tmp_path):

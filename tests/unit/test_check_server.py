@@ -5,6 +5,7 @@ Each launch is resolved in a fork of a warm process, where the parent of a serve
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,11 @@ def test_layouts_and_flags(run, warm, tiny, monkeypatch, layout, flag):
     ("options", "refused"),
     [
         (["--tp-size", "3"], True),
+        (["--tp-size", "0"], True),
         (["--tp-size", "2"], False),
+        (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], False),
+        (["--tp-size", "2", "--dcp-size", "2"], True),
+        (["--moe-runner-backend", "megamoe"], True),
         (["--pp-size", "2"], False),
         (["--pp-size", "5"], True),
         (["--moe-runner-backend", "triton"], False),
@@ -99,6 +104,25 @@ def test_options(run, warm, tiny, monkeypatch, options, refused):
 def test_flags_that_cannot_be_read(run, warm, tiny, monkeypatch):
     [message] = same_answer(run, warm, monkeypatch, tiny(LAYOUTS[0]), {"SGLANG_DSV4_FP4_DEQUANT": "on"}, [])
     assert "found 'on'" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "llama"),
+        ("rms_norm_eps", "x"),
+        ("rope_theta", None),
+        ("sliding_window", 0),
+        ("hidden_act", "gelu"),
+    ],
+)
+def test_a_config_that_sglang_would_stop_at(run, warm, tiny, monkeypatch, tmp_path, key, value):
+    folder = tmp_path / "v4"
+    shutil.copytree(tiny(LAYOUTS[0]), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    [message] = same_answer(run, warm, monkeypatch, folder, {}, [])
+    assert f"{folder}/config.json: {key}; found " in message
 
 
 def test_a_shard_cut_short(run, warm, monkeypatch, tmp_path):

@@ -43,8 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def as_server_arguments(args: argparse.Namespace) -> argparse.Namespace:
     """The attributes that decisions read of SGLang's ServerArgs, as they are after its first steps."""
     given = {**NOT_ASKED, **vars(args), "model_path": args.model}
-    if args.enable_dp_attention:  # the older spelling: SGLang moves the size over
-        given |= {"attn_dp_size": args.dp_size, "dp_size": 1, "enable_dp_attention": False}
     if args.speculative_algorithm == "EAGLE":
         given |= {name: value for name, value in EAGLE.items() if given[name] is None}
     return argparse.Namespace(**given)

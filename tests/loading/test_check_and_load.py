@@ -1,0 +1,94 @@
+"""`check` and `load` say the same of every layout and flag: what is OK loads, what is refused is refused alike."""
+
+import json
+
+import jobs
+import pytest
+
+from sglang_dsv4.checkpoint.tiny.layouts import LAYOUTS, Layout
+from sglang_dsv4.decisions.moe_names import A2A, RUNNERS
+
+FLAGS = {
+    "no flag": {},
+    "DEQUANT": {"SGLANG_DSV4_FP4_DEQUANT": "1"},
+    "EXPERTS=0": {"SGLANG_DSV4_FP4_EXPERTS": "0"},
+    "EXPERTS=1": {"SGLANG_DSV4_FP4_EXPERTS": "1"},
+    "DEQUANT=on": {"SGLANG_DSV4_FP4_DEQUANT": "on"},
+}
+ARGUMENTS = (
+    "",
+    "--tp-size 2",
+    "--tp-size 3",
+    "--tp-size 4",
+    "--tp-size 2 --ep-size 2",
+    "--tp-size 2 --ep-size 2 --enforce-shared-experts-fusion",
+    "--pp-size 2",
+    "--pp-size 5",
+    "--enforce-shared-experts-fusion",
+    "--moe-runner-backend triton",
+    "--moe-runner-backend deep_gemm",
+    "--moe-runner-backend marlin",
+    "--tp-size 2 --moe-a2a-backend deepep",
+    "--speculative-algorithm EAGLE --speculative-num-steps 1 --speculative-eagle-topk 1",
+    "--speculative-algorithm DSPARK",
+    "--speculative-algorithm NGRAM",
+)
+SIZES = (
+    "--ep-size 2",
+    "--tp-size 0",
+    "--tp-size 2 --ep-size 0",
+    "--tp-size -2",
+    "--pp-size 0",
+    "--tp-size 2 --pp-size 2",
+    "--tp-size 2 --dp-size 2 --enable-dp-attention",
+    "--tp-size 2 --dp-size 2 --enable-dp-attention --enable-dp-lm-head",
+    "--tp-size 2 --dp-size 3 --enable-dp-attention",
+    "--dp-size 2",
+    "--tp-size 2 --attn-dp-size 2",
+    "--tp-size 2 --attn-cp-size 2",
+    "--tp-size 2 --moe-dp-size 2",
+    "--tp-size 2 --dp-size 2 --attn-dp-size 2",
+    "--tp-size 2 --dcp-size 2",
+    "--tp-size 2 --ep-size 2 --dcp-size 2",
+)
+
+
+def named(layout: Layout) -> str:
+    return "-".join(word for word in (layout.names, layout.experts, layout.scales) if word)
+
+
+def both(loader, model: str, arguments: list[str], flags: dict[str, str], *, draft: bool = False) -> list[str]:
+    """The lines that both refuse with, after making sure that they agree."""
+    said = loader.run(jobs.command, ["check", model, "--json", *arguments], flags)
+    report = json.loads(said.out)
+    lines = [line for refusal in report["refusals"] for line in refusal["message"].splitlines()]
+    assert (said.code == 0) == report["ok"] == (not lines)
+    for part in ([], ["--draft"]) if draft else ([],):
+        loaded = loader.run(jobs.command, ["load", model, *part, "--", *arguments], flags)
+        assert (loaded.code == 0) == report["ok"], loaded.err
+        assert [line for line in lines if line not in loaded.err] == []
+    return lines
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=named)
+def test_layouts_and_flags(loader, made, layout, flags, arguments):
+    draft = layout.drafts[-1]
+    model = str(made(names=layout.names, expert_format=layout.experts, scales=layout.scales, draft=draft))
+    both(loader, model, arguments.split(), FLAGS[flags], draft="EAGLE" in arguments and draft != "none")
+
+
+@pytest.mark.parametrize("arguments", SIZES)
+def test_parallel_sizes(loader, made, arguments):
+    both(loader, str(made()), arguments.split(), {})
+
+
+@pytest.mark.parametrize(
+    "backend", [f"runner-backend {name}" for name in RUNNERS] + [f"a2a-backend {name}" for name in A2A]
+)
+@pytest.mark.parametrize("expert_format", ["fp4", "fp8"])
+@pytest.mark.parametrize("flags", ["no flag", "DEQUANT"])
+def test_backends(loader, made, backend, expert_format, flags):
+    arguments = ["--tp-size", "2", *f"--moe-{backend}".split()]
+    both(loader, str(made(expert_format=expert_format)), arguments, FLAGS[flags])
