@@ -10,10 +10,12 @@ from dataclasses import replace
 from sglang_dsv4 import envs
 from sglang_dsv4.decisions.decide import Flags, Inputs, decide
 from sglang_dsv4.decisions.drafts import ALGORITHM_OF, Speculation
-from sglang_dsv4.decisions.parallel import Ranks
+from sglang_dsv4.decisions.parallel import MOST_RANKS, Ranks
 from sglang_dsv4.decisions.verdict import Refusal
 
 Fix = Callable[[Inputs], Inputs]
+
+_CONTEXT_AND_DATA = ("attn_cp", "moe_dp", "dcp", "dp")
 
 MOST_STEPS = 6
 REMAINING = 8
@@ -74,10 +76,21 @@ def _fixes(inputs: Inputs) -> Iterator[tuple[int, Fix]]:
     yield 3, lambda given: _spec(given, a2a=None)
     yield 3, lambda given: _ranks(given, attn_dp=2 if tp % 2 == 0 else 1)
     yield 4, lambda given: _ranks(given, attn_dp=4 if tp % 4 == 0 else 1)
-    yield 8, lambda given: _ranks(given, tp=max(tp // 2, 1))
-    yield 9, lambda given: _ranks(given, tp=max(tp // 4, 1))
+    yield 4, lambda given: _ranks(given, **dict.fromkeys(_CONTEXT_AND_DATA, 1))
+    for cost, smaller in enumerate(_smaller(tp), 8):
+        yield cost, lambda given, tp=smaller: _ranks(given, tp=tp)
     yield 8, lambda given: _spec(given, algorithm=None)
     yield 8, lambda given: _ranks(given, pp=1)
+
+
+def _smaller(tp: int) -> Iterator[int]:
+    """The powers of two below a TP size, from the largest that a launch may have; 1 in place of what is no size."""
+    size = MOST_RANKS
+    while size > 1:
+        if size < tp:
+            yield size
+        size //= 2
+    yield 1
 
 
 def _algorithm(inputs: Inputs) -> Inputs:

@@ -30,6 +30,8 @@ ARGUMENTS = (
     "--moe-runner-backend marlin",
     "--tp-size 2 --moe-a2a-backend deepep",
     "--speculative-algorithm EAGLE --speculative-num-steps 1 --speculative-eagle-topk 1",
+    "--speculative-algorithm EAGLE",
+    "--speculative-algorithm NEXTN --speculative-num-steps 1 --speculative-eagle-topk 1",
     "--speculative-algorithm DSPARK",
     "--speculative-algorithm NGRAM",
 )

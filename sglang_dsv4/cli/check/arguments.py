@@ -11,9 +11,6 @@ SIZES = ("tp", "ep", "pp", "dp", "attn-dp", "attn-cp", "moe-dp", "dcp")
 NOT_ASKED: dict[str, Any] = {"enable_prefill_cp": False, "disaggregation_mode": "null"}
 """What decisions read of SGLang's arguments and `check` has no option for, at its default."""
 
-EAGLE = {"speculative_eagle_topk": 1, "speculative_num_steps": 1}
-"""What a V4 draft runs with; SGLang wants it said, `check` says it in the launch line."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder, hub id in the local cache, or s3:// gs:// az:// URI")
@@ -33,16 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     launch.add_argument("--speculative-draft-model-revision", metavar="REVISION")
     launch.add_argument("--speculative-moe-runner-backend", choices=RUNNERS, metavar="B")
     launch.add_argument("--speculative-moe-a2a-backend", choices=A2A, metavar="A")
-    launch.add_argument("--speculative-num-steps", type=int, metavar="N", help="default for EAGLE: 1")
-    launch.add_argument("--speculative-eagle-topk", type=int, metavar="N", help="default for EAGLE: 1")
+    launch.add_argument("--speculative-num-steps", type=int, metavar="N")
+    launch.add_argument("--speculative-eagle-topk", type=int, metavar="N")
     launch.add_argument(
         "--speculative-num-draft-tokens", type=int, metavar="N", help="taken, so that a line can be pasted"
     )
 
 
 def as_server_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """The attributes that decisions read of SGLang's ServerArgs, as they are after its first steps."""
-    given = {**NOT_ASKED, **vars(args), "model_path": args.model}
-    if args.speculative_algorithm == "EAGLE":
-        given |= {name: value for name, value in EAGLE.items() if given[name] is None}
-    return argparse.Namespace(**given)
+    """The attributes that decisions read of SGLang's ServerArgs, as they are before its first step."""
+    return argparse.Namespace(**NOT_ASKED, **vars(args), model_path=args.model)
