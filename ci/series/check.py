@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import regressions
 from lint import base, lint_series, names
 from overlay import check_tests
 from releases import ROOT, Tree, order, sha256, versions, wheel
@@ -198,6 +199,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="ci/check-patches", description=__doc__)
     parser.add_argument("--all", action="store_true", help="also report each patch on every newer release")
     parser.add_argument("--tests", metavar="VERSION", help="run a series' tests on its release, patched and unpatched")
+    parser.add_argument(
+        "--upstream-tests",
+        nargs=2,
+        metavar=("VERSION", "DIR"),
+        help="run upstream's own tests before and after a series",
+    )
     parser.add_argument("--wheels", type=Path, help="keep the downloaded wheels in this folder")
     parser.add_argument("--unpack", nargs=2, metavar=("VERSION", "DIR"), help="make a git tree to edit a series in")
     parser.add_argument("--write", nargs=2, metavar=("VERSION", "DIR"), help="write a series from such a tree")
@@ -210,6 +217,8 @@ def main() -> int:
             write(args.write[0], Path(args.write[1]))
         elif args.tests:
             check_tests(args.tests)
+        elif args.upstream_tests:
+            regressions.check(args.upstream_tests[0], Path(args.upstream_tests[1]))
         else:
             run(args)
     except RuntimeError as error:

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from lint import Patch, names
@@ -32,6 +33,7 @@ for registry in (configuration_auto._LazyConfigMapping, auto_factory._LazyAutoMa
 
     registry.register = register
 '''
+OLD_RELEASE_PLUGIN = "allow_own_configurations"
 QUIET = ("-q", "-rfE", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-c", os.devnull, "-W", "ignore")
 
 
@@ -64,6 +66,18 @@ def apply(destination: Path, folder: Path, code: bool) -> None:
         _git_apply(destination, folder / name, "-p1", "--include=test/*")
 
 
+@contextmanager
+def release(version: str, code: bool) -> Iterator[Path]:
+    """A release from its wheel, for the time of the block: patched with `code`, beside the tests of its series."""
+    with tempfile.TemporaryDirectory(prefix="sglang-dsv4-tests-") as scratch:
+        folder = Path(scratch, "release")
+        with zipfile.ZipFile(wheel(version, Path(scratch))) as archive:
+            archive.extractall(folder, (name for name in archive.namelist() if name.startswith("sglang/")))
+        apply(folder, series(version), code)
+        (folder / f"{OLD_RELEASE_PLUGIN}.py").write_text(OLD_RELEASE)
+        yield folder
+
+
 def _own(path: Path) -> None:
     """Replace a link by a copy, and forget what it was compiled to."""
     if path.is_symlink():
@@ -82,12 +96,25 @@ def _git_apply(folder: Path, patch: Path, *options: str) -> None:
         raise RuntimeError(f"{patch.name} does not apply to the SGLang in {folder}:\n{done.stderr}")
 
 
-def run(folder: Path, tests: Iterable[Path], environ: Mapping[str, str] | None = None) -> str:
-    """Run tests with that SGLang first on the path, no plugin and no configuration of ours; what pytest printed."""
+def run(
+    folder: Path,
+    tests: Iterable[Path],
+    environ: Mapping[str, str] | None = None,
+    options: Iterable[str] = (),
+    root: Path | None = None,
+    timeout: float = 540,
+) -> str:
+    """Run tests with that SGLang first on the path, no plugin and no configuration of ours; what pytest printed.
+
+    root: what the ids of the tests are relative to, that SGLang's folder by default.
+    timeout: seconds, then subprocess.TimeoutExpired.
+    """
+    root = root or folder
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SGLANG_", "PYTEST_"))}
-    ours = {"PYTHONPATH": str(folder), "SGLANG_PLUGINS": "none", "OMP_NUM_THREADS": "1", **(environ or {})}
-    command = [sys.executable, "-m", "pytest", *QUIET, f"--rootdir={folder}", *map(str, tests)]
-    done = subprocess.run(command, cwd=folder, env=kept | ours, capture_output=True, text=True, timeout=540)
+    ours = {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "SGLANG_PLUGINS": "none", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", *QUIET, f"--rootdir={root}", *options, *map(str, tests)]
+    environ = kept | ours | dict(environ or {})
+    done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=timeout)
     return done.stdout + done.stderr
 
 
@@ -112,15 +139,10 @@ def without_failure(output: str, tests: Iterable[Path]) -> list[str]:
 def check_tests(version: str) -> None:
     """Run a series' tests on its release, patched and unpatched, with whatever dependencies are installed."""
     for code in (True, False):
-        with tempfile.TemporaryDirectory(prefix="sglang-dsv4-tests-") as scratch:
-            folder = Path(scratch, "release")
-            with zipfile.ZipFile(wheel(version, Path(scratch))) as archive:
-                archive.extractall(folder, (name for name in archive.namelist() if name.startswith("sglang/")))
-            apply(folder, series(version), code)
-            (folder / "conftest.py").write_text(OLD_RELEASE)
+        with release(version, code) as folder:
             tests = added_tests(folder)
-            output = run(folder, tests)
-            fine = passed(output) if code else not without_failure(output, tests)
-            if not fine:
-                raise RuntimeError(f"{output}\nsglang {version}, {'patched' if code else 'unpatched'}: not as promised")
+            output = run(folder, tests, options=("-p", OLD_RELEASE_PLUGIN))
+        fine = passed(output) if code else not without_failure(output, tests)
+        if not fine:
+            raise RuntimeError(f"{output}\nsglang {version}, {'patched' if code else 'unpatched'}: not as promised")
         print(f"sglang {version} {'patched: all' if code else 'unpatched: none'} of {len(tests)} test files pass")
