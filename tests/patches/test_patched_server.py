@@ -75,6 +75,7 @@ def test_converted_experts_beside_a_draft(patched, tmp_path):
 
 
 def test_a_contradiction_ends_the_start(patched, tmp_path):
-    """Unpatched, SGLang would overrule the flag and serve."""
+    """Unpatched, SGLang overrules the one flag because the other is set, and serves."""
+    flags = FLAGS | {"SGLANG_DSV4_FP4_EXPERTS": "0", "SGLANG_DSV4_FP4_DEQUANT": "0"}
     with pytest.raises(RuntimeError, match="SGLANG_DSV4_FP4_EXPERTS=0"):
-        recite(patched, RECITING, tmp_path / "refused.log", FLAGS | {"SGLANG_DSV4_FP4_EXPERTS": "0"})
+        recite(patched, RECITING, tmp_path / "refused.log", flags)
