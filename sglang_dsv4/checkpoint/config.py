@@ -229,9 +229,7 @@ def _ratios(reader: ConfigReader, family: str) -> tuple[tuple[int, ...], tuple[i
     ratios, types = reader.integers("compress_ratios"), _ratios_from_types(reader)
     if ratios is None and types is None:
         # A default would be wrong: transformers' own has CSA and HCA the other way round than the released Flash.
-        reader.fail(
-            "compress_ratios", None, "one ratio per layer, or layer_types", "Copy it from the original release."
-        )
+        reader.fail("compress_ratios", None, "one ratio per layer, or layer_types")
     if ratios is not None and types is not None and ratios[:layers] != types[:layers]:
         reader.fail("compress_ratios", list(ratios[:layers]), f"{list(types[:layers])}, which layer_types says")
     found = ratios if ratios is not None else types or ()

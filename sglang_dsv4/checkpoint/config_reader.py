@@ -20,7 +20,7 @@ class _Null:
 
 
 _NULL = _Null()
-_RELEASED = "Use the config.json that was released with these weights."
+RELEASED = "Use the config.json that was released with these weights."
 
 
 class ConfigReader:
@@ -29,9 +29,7 @@ class ConfigReader:
     def __init__(self, parsed: object, where: str):
         self.where = where
         if not isinstance(parsed, dict):
-            raise ConfigError(
-                f"{where}: no JSON object", found=type(parsed).__name__, remedy="Download the file again."
-            )
+            raise ConfigError(f"{where}: no JSON object", found=type(parsed).__name__, remedy=RELEASED)
         nested = parsed.get("text_config")
         self.values: dict[str, Any] = {**nested, **parsed} if isinstance(nested, dict) else parsed
         quant = self.values.get("quantization_config") or {}
@@ -39,7 +37,7 @@ class ConfigReader:
             self.fail("quantization_config", quant, "an object")
         self.quant: dict[str, Any] = quant
 
-    def fail(self, key: str, found: object, expected: str, remedy: str = "") -> NoReturn:
+    def fail(self, key: str, found: object, expected: str, remedy: str = RELEASED) -> NoReturn:
         text = "no such key" if found is None else shorten(reprlib.repr(found))
         raise ConfigError(f"{self.where}: {key}", found=text, expected=expected, remedy=remedy)
 
@@ -50,9 +48,7 @@ class ConfigReader:
         wrong = first_wrong(values, rules, required)
         if wrong is not None:
             found = None if wrong.missing else _NULL if wrong.found is None else wrong.found
-            self.fail(
-                at + wrong.key, found, wrong.expected, "Use the config.json that was released with these weights."
-            )
+            self.fail(at + wrong.key, found, wrong.expected)
 
     def size(self, key: str, default: int | None) -> int:
         value = self.values.get(key, default)

@@ -216,7 +216,8 @@ class Dialect:
         template, indices = split_indices(name)
         found = NATIVE.read_template(template)
         if found is None:
-            raise UnknownDialectError(f"{shorten(name)}: no native tensor name")
+            remedy = "Give the name as DeepSeek's own checkpoints spell it."
+            raise UnknownDialectError(f"{shorten(name)}: no native tensor name", remedy=remedy)
         place, suffix = found
         if place.startswith(NOT_TEXT):
             return name

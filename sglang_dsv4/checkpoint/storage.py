@@ -94,7 +94,7 @@ class LocalStorage(Storage):
                     if not entry.is_dir():
                         sizes[entry.name] = self._size(entry)
         except OSError as error:
-            raise StorageError(f"{self.uri}: cannot be listed", found=error.strerror or str(error)) from error
+            raise self._unreadable(f"{self.uri}: cannot be listed", error) from error
         return sizes
 
     def _size(self, entry: os.DirEntry[str]) -> int:
@@ -112,7 +112,11 @@ class LocalStorage(Storage):
             with open(self.folder / name, "rb", buffering=0) as file:
                 return os.pread(file.fileno(), length, start)
         except OSError as error:
-            raise StorageError(f"{self.locate(name)}: cannot be read", found=error.strerror or str(error)) from error
+            raise self._unreadable(f"{self.locate(name)}: cannot be read", error) from error
+
+    def _unreadable(self, what: str, error: OSError) -> StorageError:
+        remedy = "Look at its permissions, and at the disk or the mount that it is on."
+        return StorageError(what, found=error.strerror or str(error), remedy=remedy)
 
     def unfinished(self) -> Sequence[str]:
         """Half-downloaded files here, in `.cache/huggingface/download`, and among the blobs of a cached snapshot."""
@@ -140,6 +144,8 @@ def open_storage(uri: str | os.PathLike[str], *, revision: str | None = None, ca
         StorageError: an unknown scheme, or a client library that is missing.
     """
     text = os.fspath(uri)
+    if not text.strip():
+        raise CheckpointNotFoundError("the model path is empty", remedy="Name a folder, a hub id or a URI.")
     if scheme := _SCHEME.match(text):
         return _open_object_storage(text, scheme[1])
     if os.path.isdir(text):

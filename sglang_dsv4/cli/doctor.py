@@ -66,11 +66,16 @@ def versions() -> Iterator[Finding]:
         yield Finding("stop", "supported range", error.headline())
 
 
+def allowed_plugins() -> list[str]:
+    """The plugins that SGLANG_PLUGINS restricts SGLang to; empty where it loads all."""
+    return [name.strip() for name in envs.PLUGINS.get().split(",") if name.strip()]
+
+
 def registration() -> Iterator[Finding]:
     names = {entry.name for entry in entry_points(group="sglang.srt.plugins")}
     if "sglang_dsv4" not in names:
         yield Finding("stop", "entry point", "sglang.srt.plugins has no sglang_dsv4: install the package with pip")
-    allowed = [name.strip() for name in envs.PLUGINS.get().split(",") if name.strip()]
+    allowed = allowed_plugins()
     if allowed and "sglang_dsv4" not in allowed:
         yield Finding("stop", envs.PLUGINS.name, f"lists {', '.join(allowed)} and leaves out sglang_dsv4: add it")
     else:

@@ -17,7 +17,8 @@ from typing import Any
 
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.preflight import survey
-from sglang_dsv4.cli.doctor import registration
+from sglang_dsv4.cli.doctor import allowed_plugins, registration
+from sglang_dsv4.compat import MODEL_IMPL
 from sglang_dsv4.decisions.arch import detect_arch
 from sglang_dsv4.decisions.decide import Flags, decide
 from sglang_dsv4.decisions.gather import inputs_of
@@ -115,9 +116,16 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         started = time.perf_counter()
         model = load_model(server_args, draft=args.draft)
         seconds = time.perf_counter() - started
+        made = getattr(model, "load_report", None)
+        if made is None:
+            raise RefusedError(
+                "nothing was loaded through sglang_dsv4",
+                found=f"--model-impl {server_args.model_impl}, --load-format {server_args.load_format}",
+                expected=f"--model-impl {MODEL_IMPL}, and a format that reads the checkpoint",
+                remedy="Leave these two out of what stands after --.",
+            )
         found = digests(model) if args.digests is not None else {}
-        report = model.load_report.as_json()  # type: ignore[operator, union-attr]
-        lines = model.load_report.lines()  # type: ignore[operator, union-attr]
+        report, lines = made.as_json(), made.lines()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     lines.append(f"built, loaded and post-processed in {seconds:.2f} s; peak resident memory {peak / 2**30:.2f} GiB")
     return {**report, "seconds_in_all": round(seconds, 3), "peak_rss_bytes": peak, "lines": lines}, found
@@ -128,7 +136,11 @@ def write_digests(file: Path, found: dict[str, str]) -> None:
     try:
         file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     except OSError as error:
-        raise FlagError(f"--digests {file} cannot be written", found=error.strerror or str(error)) from error
+        raise FlagError(
+            f"--digests {file} cannot be written",
+            found=error.strerror or str(error),
+            remedy="Name a file on a disk with room.",
+        ) from error
 
 
 def settle_flags(model: str, *, draft: bool) -> None:
@@ -166,7 +178,10 @@ def require_device() -> None:
 
     Must run before SGLang is imported.
     """
-    if envs.PLATFORM.raw():
+    chosen = envs.PLATFORM.raw()
+    if chosen == CPU_PLATFORM:
+        require_cpu_plugin()
+    if chosen:
         return
     import torch
 
@@ -180,3 +195,15 @@ def require_device() -> None:
             remedy="Install it from a checkout of this project: pip install -e ci/cpu_platform.",
         )
     os.environ[envs.PLATFORM.name] = CPU_PLATFORM
+    require_cpu_plugin()
+
+
+def require_cpu_plugin() -> None:
+    """RefusedError where SGLang would take the CPU platform without the plugin that makes it work."""
+    allowed = allowed_plugins()
+    if allowed and CPU_PLATFORM not in allowed:
+        raise RefusedError(
+            "SGLang would not load its CPU platform",
+            found=f"{envs.PLUGINS.name} lists {', '.join(allowed)}",
+            remedy=f"Add {CPU_PLATFORM} to it, or unset it.",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shlex
 from collections.abc import Callable, Iterator
@@ -78,7 +79,7 @@ def _fixes(inputs: Inputs) -> Iterator[tuple[int, Fix]]:
     yield 4, lambda given: _ranks(given, attn_dp=4 if tp % 4 == 0 else 1)
     yield 4, lambda given: _ranks(given, **dict.fromkeys(_CONTEXT_AND_DATA, 1))
     for cost, smaller in enumerate(_smaller(tp), 8):
-        yield cost, lambda given, tp=smaller: _ranks(given, tp=tp)
+        yield cost, functools.partial(_ranks, tp=smaller)
     yield 8, lambda given: _spec(given, algorithm=None)
     yield 8, lambda given: _ranks(given, pp=1)
 

@@ -60,7 +60,9 @@ class Share:
             return "SGLang builds no confidence head under SGLANG_RAGGED_VERIFY_MODE=static"
         return self._skip_layer(name, rest, f"{self.kind} builds {len(self.layers)} draft layers")
 
-    def _skip_layer(self, name: str, rest: str, why: str = "layer of another pipeline stage") -> str | None:
+    def _skip_layer(
+        self, name: str, rest: str, why: str = "layer that this pipeline stage does not build"
+    ) -> str | None:
         number = rest.partition(".")[0]
         if number.isdigit() and int(number) not in self.layers:
             return why

@@ -81,6 +81,14 @@ def test_layouts_and_flags(loader, made, layout, flags, arguments):
     both(loader, model, arguments.split(), FLAGS[flags], draft="EAGLE" in arguments and draft != "none")
 
 
+@pytest.mark.parametrize("arguments", ["--model-impl sglang", "--load-format dummy"])
+def test_a_load_that_is_none_of_ours_is_refused(loader, made, arguments):
+    said = loader.run(jobs.command, ["load", str(made()), "--tp-size", "2", "--", *arguments.split()], {})
+    assert said.code == 1
+    assert "nothing was loaded through sglang_dsv4; found --model-impl" in said.err
+    assert arguments in said.err
+
+
 @pytest.mark.parametrize("arguments", SIZES)
 def test_parallel_sizes(loader, made, arguments):
     both(loader, str(made()), arguments.split(), {})

@@ -47,6 +47,21 @@ def test_a_load_that_sglang_would_do_without_us_is_refused(capsys, monkeypatch, 
     assert "SGLANG_PLUGINS: lists another" in err
 
 
+def test_a_load_without_the_cpu_platform_is_refused(capsys, monkeypatch, checkpoint):
+    monkeypatch.setenv("SGLANG_PLATFORM", "dsv4_cpu")
+    monkeypatch.setenv("SGLANG_PLUGINS", "sglang_dsv4, another")
+    assert main(["load", str(checkpoint)]) == 1
+    err = capsys.readouterr().err
+    assert "SGLANG_PLUGINS lists sglang_dsv4, another. Add dsv4_cpu to it" in err
+
+
+@pytest.mark.parametrize("command", ["check", "load"])
+def test_an_empty_model_path_is_refused(capsys, command):
+    assert main([command, ""]) == 1
+    said = capsys.readouterr()
+    assert "the model path is empty. Name a folder" in said.out + said.err
+
+
 @pytest.mark.parametrize("place", ["absent/digests.json", "."])
 def test_digests_that_cannot_be_written_are_refused_before_the_load(capsys, tmp_path, place):
     assert main(["load", str(tmp_path / "nowhere"), "--digests", str(tmp_path / place)]) == 1

@@ -63,7 +63,7 @@ def test_layer_numbers_are_numbers():
     """Layer 1 is not the beginning of layer 10."""
     share = Share("target", range(1, 2))
     assert share.reason_to_skip("layers.1.x") is None
-    assert share.reason_to_skip("layers.10.x") == "layer of another pipeline stage"
+    assert share.reason_to_skip("layers.10.x") == "layer that this pipeline stage does not build"
 
 
 def test_experts_of_other_ranks_are_dropped_and_unknown_placement_keeps_all():
@@ -84,4 +84,4 @@ def test_what_is_dropped_is_counted_and_never_touched():
 
     skipped = Counter()
     assert [name for name, _ in select(source(), TARGET, skipped)] == ["layers.0.x"]
-    assert skipped == {"the draft's, not loaded with the target": 2, "layer of another pipeline stage": 1}
+    assert skipped == {"the draft's, not loaded with the target": 2, "layer that this pipeline stage does not build": 1}
