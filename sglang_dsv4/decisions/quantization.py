@@ -46,6 +46,8 @@ MODULES: dict[str, tuple[str, ...]] = {
 """Module below a layer that SGLang quantises by this section -> the native places that it is made of
 (srt/models/deepseek_v4.py:1095, layers/attention/dsv4/indexer.py:1177, models/deepseek_v4_nextn.py:88 of 0.5.23)."""
 
+ALIKE = "Use a checkpoint that stores them alike."
+
 FUSED = ("self_attn.wqkv_a",)
 UNFUSED: dict[str, tuple[str, ...]] = {"self_attn.wq_a": ("attn.wq_a",), "self_attn.wkv": ("attn.wkv",)}
 """DSpark builds these two apart (srt/models/deepseek_v4_dspark.py:115)."""
@@ -118,6 +120,8 @@ def fit(held: Held, kind: ModelKind) -> Fit:
             plain.append(group.path)
         elif any(group.plain.values()):
             refusals.append(group.refusal())
+        elif len(group.byte_scales) == 2:
+            refusals.append(group.scale_refusal())
     section = _section(held.config, dense, experts)
     if plain:
         section["ignored_layers"] = [*(section.get("ignored_layers") or ()), *plain]
@@ -145,11 +149,15 @@ def _section(config: ModelConfigFacts, dense: DenseLayout, experts: ExpertLayout
 
 
 class _Group(NamedTuple):
-    """One module of SGLang's: its path, and for each native place that it is made of whether SGLang gets it in BF16."""
+    """One module of SGLang's: its path, and for each native place that it is made of whether SGLang gets it in BF16.
+
+    byte_scales: of one that SGLang concatenates, whether the scales are E8M0 bytes; both where some are.
+    """
 
     path: str
     layer: str
     plain: Mapping[str, bool]
+    byte_scales: frozenset[bool] = frozenset()
 
     def refusal(self) -> Refusal:
         unquantised = ", ".join(place for place, is_plain in self.plain.items() if is_plain)
@@ -158,7 +166,15 @@ class _Group(NamedTuple):
             "mixed-fusion",
             f"SGLang keeps {', '.join(self.plain)} of {self.layer} in one module, quantised or not as a whole",
             found=f"{unquantised} in BF16, {quantised} in FP8",
-            remedy="Use a checkpoint that stores them alike.",
+            remedy=ALIKE,
+        )
+
+    def scale_refusal(self) -> Refusal:
+        return Refusal(
+            "mixed-fusion",
+            f"SGLang keeps the scales of {' and '.join(self.plain)} of {self.layer} in one tensor",
+            found="E8M0 beside floats",
+            remedy=ALIKE,
         )
 
 
@@ -172,13 +188,19 @@ def _groups(view: NativeView, kind: ModelKind) -> Iterator[_Group]:
         for layer in sorted({layer for found in forms.values() for layer in found}):
             plain = {place: found[layer] in PLAIN for place, found in forms.items() if layer in found}
             parent = "model" if module in BESIDE_THE_LAYER else LAYERS[kind].format(layer)
-            yield _Group(f"{parent}.{module}", prefix.replace("*.", str(layer)), plain)
+            byte_scales = _byte_scales(view, [prefix + place for place in places], layer) if module in FUSED else ()
+            yield _Group(f"{parent}.{module}", prefix.replace("*.", str(layer)), plain, frozenset(byte_scales))
 
 
 def _forms(view: NativeView, place: str) -> dict[int, Format]:
     return {
         indices[0]: rule.format for indices, parts in view.place(place).items() if (rule := _rule(parts)) is not None
     }
+
+
+def _byte_scales(view: NativeView, places: list[str], layer: int) -> set[bool]:
+    parts = (view.place(place).get((layer,), {}) for place in places)
+    return {info.dtype == "F8_E8M0" for group in parts for suffix, info in group.items() if role(suffix) == "scale"}
 
 
 def _rule(parts: Parts) -> Rule | None:

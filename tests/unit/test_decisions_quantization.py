@@ -113,6 +113,24 @@ def test_half_of_a_fused_module_is_refused():
     assert found.refusals[0].found == "attn.wkv in BF16, attn.wq_a in FP8"
 
 
+@pytest.mark.parametrize(("kind", "group", "layer"), [("target", "none", "layers.2"), ("nextn", "mtp", "mtp.0")])
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_scales_that_sglang_concatenates_are_of_one_kind(kind, group, layer, dtype):
+    def change(spec):
+        spec[f"{layer}.attn.wkv.scale"] = (dtype, spec[f"{layer}.attn.wkv.scale"][1])
+
+    found = fit(held("native_fp4_fp8", group, change), kind)
+    assert [(refusal.code, refusal.found) for refusal in found.refusals] == [("mixed-fusion", "E8M0 beside floats")]
+    assert f"attn.wq_a and attn.wkv of {layer}" in found.refusals[0].what
+
+
+def test_dspark_keeps_them_apart():
+    def change(spec):
+        spec["mtp.1.attn.wkv.scale"] = ("F32", spec["mtp.1.attn.wkv.scale"][1])
+
+    assert fit(held("native_fp4_fp8", "dspark", change), "dspark").refusals == ()
+
+
 def test_a_linear_in_a_foreign_format_is_refused_with_its_name():
     def change(spec):
         del spec["layers.4.attn.wq_b.weight"], spec["layers.4.attn.wq_b.scale"]
