@@ -203,11 +203,9 @@ def _architecture(reader: ConfigReader) -> tuple[str, str]:
 def _check_values(reader: ConfigReader, family: str) -> None:
     """ConfigError for what SGLang or Transformers would stop at, or take for something else."""
     rules = {"model_type": config_values.MODEL_TYPES[family], **config_values.RULES}
-    nested = dict.fromkeys(config_values.NESTED, config_values.NO_KEY)
-    if family != "v4":
-        nested["text_config"] = config_values.OBJECT
-    required = ("model_type", *(config_values.REQUIRED if family == "v4" else ()))
-    reader.check(reader.values, rules | nested, required)
+    rules |= dict.fromkeys(config_values.NESTED, config_values.NO_KEY)
+    rules |= config_values.NOT_IN_V4 if family == "v4" else config_values.V41
+    reader.check(reader.values, rules, ("model_type", *(config_values.REQUIRED if family == "v4" else ())))
     if reader.quant_text("quant_method") == "fp8":
         section, required = config_values.FP8_SECTION, config_values.FP8_REQUIRED
         reader.check(reader.quant, section, required, "quantization_config.")

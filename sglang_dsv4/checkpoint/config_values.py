@@ -7,6 +7,7 @@ missing key or a window of 0, ends in a constructor or in garbage. Neither says 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -49,6 +50,13 @@ def or_null(rule: ValueRule) -> ValueRule:
     return ValueRule(f"{rule.expected}, or null", lambda value: value is None or rule.holds(value))
 
 
+def _only(wanted: object) -> ValueRule:
+    """This value of V4's, as JSON writes it."""
+    return ValueRule(
+        f"{json.dumps(wanted)} in a V4 config", lambda value: type(value) is type(wanted) and value == wanted
+    )
+
+
 def _is_token(value: object) -> bool:
     return type(value) is int and abs(value) <= LARGEST
 
@@ -73,7 +81,7 @@ SIZE = whole(1)
 COUNT = whole()
 EPSILON = real(0, 1)
 SCALE = real(0, 1e6)
-THETA = number(0, 1e12)
+THETA = number(1, 1e12)
 
 DTYPE = or_null(one_of("bfloat16", "float16", "float32", "half", "float"))
 
@@ -101,14 +109,6 @@ RULES: dict[str, ValueRule] = {
     "n_group": or_null(COUNT),
     "topk_group": or_null(COUNT),
     "first_k_dense_replace": or_null(COUNT),
-    # V4.1's, which change V4's forward pass too
-    "candidate_source_layer_id": whole(-1),
-    "engram_layer_ids": LAYERS,
-    "hc_pre_from_prev_sublayer": FLAG,
-    "index_source_layer_ids": LAYERS,
-    "kv_source_layer_ids": LAYERS,
-    "q_head_norm": FLAG,
-    "vision_n_layers": COUNT,
     # read by Transformers' classes alone, but typed
     "dtype": DTYPE,
     "torch_dtype": DTYPE,
@@ -140,6 +140,29 @@ RULES: dict[str, ValueRule] = {
     **dict.fromkeys(("max_sequence_length", "max_seq_len", "model_max_length", "seq_length"), or_null(SIZE)),
 }
 """Key of config.json -> what its value must be where it is there."""
+
+V41: dict[str, ValueRule] = {
+    "candidate_source_layer_id": whole(-1),
+    "engram_layer_ids": LAYERS,
+    "hc_pre_from_prev_sublayer": FLAG,
+    "index_source_layer_ids": LAYERS,
+    "kv_source_layer_ids": LAYERS,
+    "q_head_norm": FLAG,
+    "text_config": OBJECT,
+    "vision_n_layers": COUNT,
+}
+"""The same for keys of V4.1, which SGLang's V4 classes read of any config."""
+
+NOT_IN_V4: dict[str, ValueRule] = {
+    "candidate_source_layer_id": _only(-1),
+    "engram_layer_ids": _only([]),
+    "hc_pre_from_prev_sublayer": _only(False),
+    "index_source_layer_ids": _only([]),
+    "kv_source_layer_ids": _only([]),
+    "q_head_norm": _only(True),
+    "vision_n_layers": _only(0),
+}
+"""The only values of those that leave V4's forward pass what it is (`_DeepseekV4ConfigAlias`)."""
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys by which SGLang takes a part of the file for the language model's config; V4.1 has the first."""

@@ -77,6 +77,15 @@ def edited(source: Path, target: Path, change: Callable[[Shards], None]) -> Path
     return target
 
 
+def linked(source: Path, target: Path) -> Path:
+    """A checkpoint of links to another's files; its config.json is left to write."""
+    target.mkdir()
+    for file in source.iterdir():
+        if file.name != "config.json":
+            (target / file.name).symlink_to(file)
+    return target
+
+
 def of(shards: Shards, name: str) -> Shard:
     """The shard that holds a tensor."""
     return next(shard for shard in shards.values() if name in shard)

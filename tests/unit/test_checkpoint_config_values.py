@@ -9,7 +9,7 @@ import pytest
 from sglang_source import unmentioned
 
 from sglang_dsv4.checkpoint.config import SIZES, ModelConfigFacts
-from sglang_dsv4.checkpoint.config_values import REQUIRED, RULES
+from sglang_dsv4.checkpoint.config_values import REQUIRED, RULES, V41
 from sglang_dsv4.errors import ConfigError
 
 ODD = (None, "x", -1, 0, 1, 1.5, True, [], {}, ["a"], [5])
@@ -56,7 +56,7 @@ def test_what_the_typed_classes_refuse_is_refused():
 def test_every_other_rule_is_about_a_key_that_somebody_reads():
     """A rule whose key no class and no SGLang module names is a misspelling."""
     fields = {field.name for cls in typed_classes() for field in dataclasses.fields(cls)}
-    assert unmentioned(key for key in (*RULES, *REQUIRED) if key not in fields) == []
+    assert unmentioned(key for key in (*RULES, *V41, *REQUIRED) if key not in fields) == []
 
 
 def test_a_release_passes():
@@ -75,8 +75,11 @@ def test_a_release_passes():
         ("rms_norm_eps", 1e308, "rms_norm_eps; found 1e+308; expected a number with a decimal point, above 0 and"),
         ("rms_norm_eps", 0.0, "rms_norm_eps; found 0.0"),
         ("rms_norm_eps", float("nan"), "rms_norm_eps; found nan"),
-        ("rope_theta", None, "rope_theta; found null; expected a number above 0"),
+        ("rope_theta", None, "rope_theta; found null; expected a number above 1"),
         ("rope_theta", -1, "rope_theta; found -1"),
+        ("compress_rope_theta", 1, "compress_rope_theta; found 1; expected a number above 1"),
+        ("engram_layer_ids", [5], "engram_layer_ids; found [5]; expected [] in a V4 config"),
+        ("q_head_norm", False, "q_head_norm; found False; expected true in a V4 config"),
         ("compress_rope_theta", 0, "compress_rope_theta; found 0"),
         ("sliding_window", 0, "sliding_window; found 0; expected an integer from 1"),
         ("routed_scaling_factor", 2, "routed_scaling_factor; found 2; expected a number with a decimal point"),
