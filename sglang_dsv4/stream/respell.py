@@ -27,7 +27,13 @@ LEAVES = {
 
 RECIPROCALS = ("weight_global_scale", "input_global_scale")
 
-TENSOR_SCALE = "weight_scale_2"
+TENSOR_SCALE, INPUT_SCALE = "weight_scale_2", "input_scale"
+
+SHARED_SCALES = {
+    INPUT_SCALE: "Quantise again with one scale for the pair.",
+    TENSOR_SCALE: "Use another --moe-runner-backend, or quantise again with one scale for the pair.",
+}
+"""Scales that SGLang keeps, always or under Marlin, once for w1 and w3 -> what to do where they differ."""
 
 PAIR = ("w1", "w3")
 """Projections of one expert that SGLang keeps in one parameter."""
@@ -51,26 +57,28 @@ def respell_experts(stream: Stream) -> Iterator[Named]:
             yield f"{expert.module}.{leaf}", _reciprocal(name, tensor) if expert.leaf in RECIPROCALS else tensor
 
 
-def equal_pair_scales(stream: Stream) -> Iterator[Named]:
-    """Pass everything; StreamError where w1 and w3 of one NVFP4 expert have different tensor scales.
+def equal_pair_scales(stream: Stream, *, tensor_scale: bool) -> Iterator[Named]:
+    """Pass everything; StreamError where w1 and w3 of one expert differ in a scale that SGLang keeps once for both.
 
-    For a MoE runner that keeps one for both: under Marlin, SGLang takes w1's and only warns
-    (srt/layers/quantization/modelopt_quant.py:2747 of 0.5.23).
+    That is `input_scale`, of which the last one written stays (srt/layers/moe/fused_moe_triton/layer.py:1420 of
+    0.5.23), and with `tensor_scale` that of NVFP4: under Marlin, SGLang takes w1's and only warns
+    (srt/layers/quantization/modelopt_quant.py:2747).
     """
-    waiting: dict[str, float] = {}
+    shared = SHARED_SCALES if tensor_scale else (INPUT_SCALE,)
+    waiting: dict[tuple[str, str], float] = {}
     for name, tensor in stream:
         expert = expert_name(name)
-        if expert is not None and expert.leaf == TENSOR_SCALE and expert.projection in PAIR and not expert.is_shared:
+        if expert is not None and expert.leaf in shared and expert.projection in PAIR and not expert.is_shared:
             value = float(tensor)
-            first = waiting.pop(expert.expert, None)
+            first = waiting.pop((expert.expert, expert.leaf), None)
             if first is None:
-                waiting[expert.expert] = value
+                waiting[expert.expert, expert.leaf] = value
             elif first != value:
                 raise StreamError(
-                    f"{expert.expert}: w1 and w3 have different NVFP4 tensor scales",
+                    f"{expert.expert}: w1 and w3 differ in {expert.leaf}",
                     found=f"{first!r} and {value!r}",
-                    expected="one for both, which Marlin multiplies as one",
-                    remedy="Use another --moe-runner-backend, or quantise again with one scale for the pair.",
+                    expected="one for both, since SGLang keeps one",
+                    remedy=SHARED_SCALES[expert.leaf],
                 )
         yield name, tensor
 

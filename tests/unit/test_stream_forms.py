@@ -83,18 +83,30 @@ def test_other_tensors_are_not_respelled():
         assert list(respell_experts(iter([(name, tensor)]))) == [(name, tensor)]
 
 
-@pytest.mark.parametrize("second", [0.5, 0.25])
-def test_a_pair_that_shares_one_scale_must_have_one(second):
+@pytest.mark.parametrize(
+    ("leaf", "marlin", "second", "refused"),
+    [
+        ("weight_scale_2", True, 0.5, False),
+        ("weight_scale_2", True, 0.25, True),
+        ("weight_scale_2", False, 0.25, False),  # other runners keep both
+        ("input_scale", False, 0.5, False),
+        ("input_scale", False, 0.25, True),
+    ],
+)
+def test_a_pair_that_shares_one_scale_must_have_one(leaf, marlin, second, refused):
     stream = [
-        ("layers.0.ffn.experts.1.w1.weight_scale_2", torch.tensor(0.5)),
-        ("layers.0.ffn.experts.1.w2.weight_scale_2", torch.tensor(9.0)),
-        ("layers.0.ffn.experts.1.w3.weight_scale_2", torch.tensor(second)),
+        (f"layers.0.ffn.experts.1.w1.{leaf}", torch.tensor(0.5)),
+        (f"layers.0.ffn.experts.1.w2.{leaf}", torch.tensor(9.0)),
+        (f"layers.0.ffn.experts.1.w3.{leaf}", torch.tensor(second)),
     ]
-    if second == 0.5:
-        assert [name for name, _ in equal_pair_scales(iter(stream))] == [name for name, _ in stream]
+    checked = equal_pair_scales(iter(stream), tensor_scale=marlin)
+    if refused:
+        with pytest.raises(
+            StreamError, match=rf"layers\.0\.ffn\.experts\.1: w1 and w3 differ in {leaf}; found 0.5 and"
+        ):
+            list(checked)
     else:
-        with pytest.raises(StreamError, match=r"layers\.0\.ffn\.experts\.1: w1 and w3 have different"):
-            list(equal_pair_scales(iter(stream)))
+        assert [name for name, _ in checked] == [name for name, _ in stream]
 
 
 STACK = "layers.2.ffn.experts"

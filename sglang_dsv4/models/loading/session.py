@@ -96,8 +96,7 @@ def stages(stream: Stream, plan: Plan, report: LoadReport) -> Stream:
     if plan.lends_head:
         stream = tied_head(stream, keep_embedding=share.first_stage)
     stream = respell_experts(unstack(stream, lambda name: share.reason_to_skip(name) is None, report.stacks))
-    if plan.one_pair_scale:
-        stream = equal_pair_scales(stream)
+    stream = equal_pair_scales(stream, tensor_scale=plan.one_pair_scale)
     stream = shard(stream, plan.cut)
     stream = expand(stream, plan.unquantised.__contains__, plan.block, report.expanded)
     if plan.converts_experts:
