@@ -247,7 +247,7 @@ def test_marlin_is_refused_two_tensor_scales_for_one_parameter(loader, made):
     from sglang_dsv4.errors import StreamError
 
     job = jobs.Load(str(made(expert_format="nvfp4")), arguments=MARLIN)
-    with pytest.raises(StreamError, match=r"w1 and w3 have different NVFP4 tensor scales"):
+    with pytest.raises(StreamError, match=r"w1 and w3 differ in weight_scale_2"):
         loader.run(as_on_a_gpu, job, False)
 
 
