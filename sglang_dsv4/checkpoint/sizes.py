@@ -166,9 +166,9 @@ class _Measure:
             if suffix == main or (suffix == "" and kind is not ModuleKind.IDS):
                 parameters += count * packed
         form = rule.format if rule else None
-        if kind is ModuleKind.EXPERT and form in _FP4 and self.conversion.fp8_block:
+        edge = self.conversion.fp8_block
+        if kind is ModuleKind.EXPERT and form in _FP4 and edge and len(shapes[main]) == 2:  # else damaged: only counted
             rows, columns = shapes[main][0], shapes[main][1] * packed
-            edge = self.conversion.fp8_block
             nbytes = rows * columns + -(-rows // edge) * -(-columns // edge)
         elif kind is ModuleKind.LINEAR and form is not Format.BF16 and self.conversion.expands(inner, form):
             nbytes = parameters * 2

@@ -428,6 +428,18 @@ def test_v41_lists_that_are_none(run, tmp_path, key):
     assert f"config.json: {key}; found 3; expected a list of layer numbers. Use the config.json that was" in message
 
 
+@pytest.mark.parametrize("shape", [(), (32768,), (0, 0), (1, 256, 128)])
+@pytest.mark.parametrize("flag", ["0", "1"])
+def test_an_expert_of_another_rank(run, tmp_path, monkeypatch, shape, flag):
+    """Whatever conversion the launch asks for, the shape is refused, not multiplied."""
+    name = "layers.2.ffn.experts.0.w1.weight"
+    folder = write(tmp_path / "v4", "none", change=lambda spec: spec.update({name: ("I8", shape)}))
+    monkeypatch.setenv("SGLANG_DSV4_FP4_DEQUANT", flag)
+    [(code, message)] = run.refusals(folder)
+    assert code == "IncompleteLoadError"
+    assert f"wrong: {name}: found shape {list(shape)}" in message
+
+
 def test_a_tensor_without_extent(run, tmp_path):
     folder = write(tmp_path / "v4", "none", change=lambda spec: spec.update({"embed.weight": ("BF16", (0, 256))}))
     assert "wrong: embed.weight: found shape [0, 256]" in run.refusals(folder)[0][1]

@@ -115,7 +115,7 @@ def _decide(found: Report, files: Files, inputs: Inputs) -> Report:
     return replace(
         found,
         inputs=inputs,
-        ranks=rank_weights(files, inputs, decision) if decision.ok else None,
+        ranks=None if refused else rank_weights(files, inputs, decision),
         decided=tuple(_decided(inputs, decision, block_by)),
         environment=decision.environment,
         notes=(*decision_notes(decision, files), *found.notes),
