@@ -60,7 +60,7 @@ class Inputs:
     wo_a            "fp8", "bf16", "mixed", or None when not known
     ranks           parallel sizes and the all-to-all, as given
     runner          --moe-runner-backend
-    arch            one of moe_rules.ARCHS
+    arch            one of moe_names.ARCHS
     fuse_shared     --enforce-shared-experts-fusion
     padded          whether the loader pads slices that do not end on a block
     serving         False for a load outside a server, which needs no device for the draft
@@ -317,12 +317,14 @@ def _container(method: str | None, experts: ExpertDecision) -> Iterator[Refusal]
 
 def _sizes(inputs: Inputs, sizes: Sizes, layout: str, runner: str | None) -> list[Refusal]:
     routed = routed_width(layout, runner or "auto", inputs.arch, sizes.block)
-    ranks = inputs.ranks
-    faults = parallel_refusals(sizes, ranks, routed, shared_tp1=inputs.flags.shared_tp1, padded=inputs.padded)
-    if inputs.arch == "cpu" and ranks.dcp > 1:  # srt/distributed/parallel_state.py:2656
-        what = "SGLang has no decode context parallelism on a CPU"
-        faults.append(Refusal("parallel-dcp", what, found=f"--dcp-size {ranks.dcp}", remedy="Leave out --dcp-size."))
-    return faults
+    return parallel_refusals(
+        sizes,
+        inputs.ranks,
+        routed,
+        arch=inputs.arch,
+        shared_tp1=inputs.flags.shared_tp1,
+        padded=inputs.padded,
+    )
 
 
 def _speculation(inputs: Inputs) -> Iterator[Refusal]:

@@ -33,6 +33,8 @@ EP_SPANS_TP = frozenset(
 CP_A2A = ("none", "deepep", "megamoe", "mori")
 """All-to-all backends that V4's context parallelism allows (srt/arg_groups/deepseek_v4_hook.py:229)."""
 
+FEWER_SHARES = "Raise --attn-dp-size or lower --tp-size."
+
 MOST_RANKS = 64
 FP4_GROUP = 32
 NVFP4_GROUP = 16
@@ -139,23 +141,31 @@ def padded_width(stored: int, tp: int, moe_tp: int, block: tuple[int, int] | Non
 
 
 def parallel_refusals(
-    sizes: Sizes, ranks: Ranks, routed: Width, *, shared_tp1: bool = False, padded: bool = False
+    sizes: Sizes, ranks: Ranks, routed: Width, *, arch: str, shared_tp1: bool = False, padded: bool = False
 ) -> list[Refusal]:
     """Why these sizes cannot hold this checkpoint; empty when they can.
 
+    arch         one of moe_names.ARCHS
     shared_tp1   SGLANG_SHARED_EXPERT_TP1: every rank holds the whole shared expert
     padded       slices are dealt in whole blocks and padded with zeros, so a width only has to give every rank a block
     The last refusal's remedy lists the sizes that work.
     """
-    faults = list(_faults(sizes, ranks, routed, shared_tp1, padded))
+    faults = list(_faults(sizes, ranks, routed, arch, shared_tp1, padded))
     if faults:
-        cure = working_sizes(sizes, ranks, routed, shared_tp1=shared_tp1, padded=padded)
+        cure = working_sizes(sizes, ranks, routed, arch=arch, shared_tp1=shared_tp1, padded=padded)
         faults[-1] = replace(faults[-1], remedy=f"{faults[-1].remedy} {cure}".strip())
     return faults
 
 
 def working_tp(
-    sizes: Sizes, ranks: Ranks, routed: Width, *, spanning: bool, shared_tp1: bool = False, padded: bool = False
+    sizes: Sizes,
+    ranks: Ranks,
+    routed: Width,
+    *,
+    arch: str,
+    spanning: bool,
+    shared_tp1: bool = False,
+    padded: bool = False,
 ) -> list[int]:
     """The TP sizes up to 64 that work, at EP 1 or, `spanning`, at EP equal to TP.
 
@@ -165,20 +175,22 @@ def working_tp(
     def works(tp: int) -> bool:
         attn_dp = tp if ranks.attn_dp == ranks.tp else ranks.attn_dp
         tried = replace(ranks, tp=tp, ep=tp if spanning else 1, attn_dp=attn_dp)
-        return next(_faults(sizes, tried, routed, shared_tp1, padded), None) is None
+        return next(_faults(sizes, tried, routed, arch, shared_tp1, padded), None) is None
 
     return [tp for tp in range(1, MOST_RANKS + 1) if works(tp)]
 
 
 @functools.lru_cache(maxsize=256)
-def working_sizes(sizes: Sizes, ranks: Ranks, routed: Width, *, shared_tp1: bool = False, padded: bool = False) -> str:
+def working_sizes(
+    sizes: Sizes, ranks: Ranks, routed: Width, *, arch: str, shared_tp1: bool = False, padded: bool = False
+) -> str:
     """A sentence that lists the TP sizes which work for this checkpoint, with and without expert parallelism."""
     tried = [(False, shared_tp1), (True, shared_tp1), (True, True)]
     if ranks.a2a in EP_SPANS_TP:
         tried = tried[1:]
     parts, seen = [], []
     for spanning, tp1 in tried:
-        works = working_tp(sizes, ranks, routed, spanning=spanning, shared_tp1=tp1, padded=padded)
+        works = working_tp(sizes, ranks, routed, arch=arch, spanning=spanning, shared_tp1=tp1, padded=padded)
         if works and works not in seen:
             seen.append(works)
             with_ep = " with --ep-size equal to it" if spanning else ""
@@ -191,15 +203,16 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _faults(sizes: Sizes, ranks: Ranks, routed: Width, shared_tp1: bool, padded: bool) -> Iterator[Refusal]:
+def _faults(sizes: Sizes, ranks: Ranks, routed: Width, arch: str, shared_tp1: bool, padded: bool) -> Iterator[Refusal]:
     sizes_given = {"tp": ranks.tp, "ep": ranks.ep, "pp": ranks.pp, "dp": ranks.dp, "attn-dp": ranks.attn_dp}
     sizes_given |= {"attn-cp": ranks.attn_cp, "moe-dp": ranks.moe_dp, "dcp": ranks.dcp}
     for name, size in sizes_given.items():
         if size < 1:
-            yield Refusal("parallel-size", f"--{name}-size is not positive", found=str(size), expected="1 or more")
+            what, remedy = f"--{name}-size is not positive", "Leave it out for 1."
+            yield Refusal("parallel-size", what, found=str(size), expected="1 or more", remedy=remedy)
             return
     ranks = ranks.resolved()
-    groups = list(_groups(ranks, sizes))
+    groups = list(_groups(sizes, ranks, arch))
     yield from groups
     if groups:  # the divisions below mean nothing
         return
@@ -208,41 +221,50 @@ def _faults(sizes: Sizes, ranks: Ranks, routed: Width, shared_tp1: bool, padded:
     yield from _widths(sizes, ranks, routed, shared_tp1, padded)
 
 
-def _groups(ranks: Ranks, sizes: Sizes) -> Iterator[Refusal]:
+def _groups(sizes: Sizes, ranks: Ranks, arch: str) -> Iterator[Refusal]:
     """Sizes that do not form groups of ranks at all."""
     tp, ep = ranks.tp, ranks.ep
     if ranks.prefill_cp and (tp > 8 or ranks.attn_dp > 1 or ranks.a2a not in CP_A2A):
         found = f"--tp-size {tp}, --attn-dp-size {ranks.attn_dp}, --moe-a2a-backend {ranks.a2a}"
         expected = f"at most 8, 1, and one of {', '.join(CP_A2A)}"
-        yield Refusal("parallel-cp", "--enable-prefill-cp cannot be used with these", found=found, expected=expected)
+        remedy = "Leave out --enable-prefill-cp, or change these."
+        what = "--enable-prefill-cp cannot be used with these"
+        yield Refusal("parallel-cp", what, found=found, expected=expected, remedy=remedy)
     if tp % (ranks.attn_dp * ranks.attn_cp):
         found = f"{ranks.attn_dp} x {ranks.attn_cp}"
-        yield Refusal("parallel-attn", f"--tp-size {tp} is no multiple of attention DP x CP", found=found)
+        remedy = "Choose --attn-dp-size and --attn-cp-size whose product divides it."
+        what = f"--tp-size {tp} is no multiple of attention DP x CP"
+        yield Refusal("parallel-attn", what, found=found, remedy=remedy)
     if tp % (ep * ranks.moe_dp) or (ranks.moe_dp > 1 and ep > 1 and ep * ranks.moe_dp != tp):
         found = f"EP {ep} x MoE DP {ranks.moe_dp}"
-        yield Refusal("parallel-ep", f"--tp-size {tp} cannot be shared out to the experts", found=found)
+        divisor = "Choose an --ep-size that divides it."
+        remedy = divisor if ranks.moe_dp == 1 else f"Leave out --moe-dp-size. {divisor}"
+        what = f"--tp-size {tp} cannot be shared out to the experts"
+        yield Refusal("parallel-ep", what, found=found, remedy=remedy)
     if ranks.moe_dp > 1 and ranks.pp > 1:
-        yield Refusal(
-            "parallel-moe-dp", "--moe-dp-size above 1 excludes pipeline parallelism", found=f"--pp-size {ranks.pp}"
-        )
+        what = "--moe-dp-size above 1 excludes pipeline parallelism"
+        remedy = "Leave out --moe-dp-size or --pp-size."
+        yield Refusal("parallel-moe-dp", what, found=f"--pp-size {ranks.pp}", remedy=remedy)
     if ranks.moe_dp not in (1, ranks.attn_cp):
-        yield Refusal(
-            "parallel-moe-dp", "--moe-dp-size is neither 1 nor the attention CP size", found=str(ranks.moe_dp)
-        )
+        what = "--moe-dp-size is neither 1 nor the attention CP size"
+        yield Refusal("parallel-moe-dp", what, found=str(ranks.moe_dp), remedy="Leave out --moe-dp-size.")
     if ranks.dp > 1 and ranks.attn_dp > 1:
         found = f"--dp-size {ranks.dp}, --attn-dp-size {ranks.attn_dp}"
-        yield Refusal("parallel-dp", "replicas cannot be combined with data-parallel attention", found=found)
+        what = "replicas cannot be combined with data-parallel attention"
+        yield Refusal("parallel-dp", what, found=found, remedy="Leave out --dp-size or --attn-dp-size.")
     if tp % ranks.dcp or (ranks.dcp > 1 and ranks.prefill_cp):
-        yield Refusal(
-            "parallel-dcp", "--dcp-size has to divide --tp-size, without --enable-prefill-cp", found=str(ranks.dcp)
-        )
+        what = "--dcp-size has to divide --tp-size, without --enable-prefill-cp"
+        yield Refusal("parallel-dcp", what, found=str(ranks.dcp), remedy="Leave out --dcp-size.")
+    if ranks.dcp > 1 and arch == "cpu":  # srt/distributed/parallel_state.py:2656 of 0.5.23
+        what = "SGLang has no decode context parallelism on a CPU"
+        found, remedy = f"--dcp-size {ranks.dcp}", "Leave out --dcp-size."
+        yield Refusal("parallel-dcp", what, found=found, expected="--dcp-size 1", remedy=remedy)
     if ranks.pp > sizes.layers:
         found = f"--pp-size {ranks.pp}, {sizes.layers} layers"
-        yield Refusal("parallel-pp", "more pipeline stages than layers", found=found)
+        yield Refusal("parallel-pp", "more pipeline stages than layers", found=found, remedy="Lower --pp-size.")
     if sizes.v41 and ranks.pp > 1:
-        yield Refusal(
-            "parallel-pp", "SGLang has no pipeline parallelism for DeepSeek-V4.1", found=f"--pp-size {ranks.pp}"
-        )
+        what = "SGLang has no pipeline parallelism for DeepSeek-V4.1"
+        yield Refusal("parallel-pp", what, found=f"--pp-size {ranks.pp}", remedy="Leave out --pp-size.")
 
 
 def _attention(sizes: Sizes, ranks: Ranks) -> Iterator[Refusal]:
@@ -250,7 +272,7 @@ def _attention(sizes: Sizes, ranks: Ranks) -> Iterator[Refusal]:
     for count, name in ((sizes.heads, "attention heads"), (sizes.o_groups, "output groups (o_groups)")):
         if count % share:
             what = f"{count} {name} cannot be split over {share} attention ranks"
-            yield Refusal("parallel-heads", what, remedy="Raise --attn-dp-size or lower --tp-size.")
+            yield Refusal("parallel-heads", what, remedy=FEWER_SHARES)
             return
     if sizes.block is None or share == 1:
         return
@@ -261,15 +283,18 @@ def _attention(sizes: Sizes, ranks: Ranks) -> Iterator[Refusal]:
     ):
         if width // share % tile:
             what = f"{name}: {width} over {share} attention ranks does not end on a block"
-            yield Refusal("parallel-dense-block", what, found=str(width // share), expected=f"a multiple of {tile}")
+            found, expected = str(width // share), f"a multiple of {tile}"
+            yield Refusal("parallel-dense-block", what, found=found, expected=expected, remedy=FEWER_SHARES)
 
 
 def _experts(sizes: Sizes, ranks: Ranks) -> Iterator[Refusal]:
     if sizes.experts % ranks.ep:
         what = f"{sizes.experts} routed experts cannot be split over {ranks.ep} expert-parallel ranks"
-        yield Refusal("parallel-experts", what)
+        option = "--tp-size" if ranks.a2a in EP_SPANS_TP else "--ep-size"
+        yield Refusal("parallel-experts", what, remedy=f"Choose {option} among the divisors of {sizes.experts}.")
     if ranks.tp > sizes.experts:
-        yield Refusal("parallel-experts", f"--tp-size {ranks.tp} is more than the {sizes.experts} routed experts")
+        what = f"--tp-size {ranks.tp} is more than the {sizes.experts} routed experts"
+        yield Refusal("parallel-experts", what, remedy="Lower --tp-size.")
 
 
 def _widths(sizes: Sizes, ranks: Ranks, routed: Width, shared_tp1: bool, padded: bool) -> Iterator[Refusal]:

@@ -17,8 +17,8 @@ V41 = Sizes(40, 64, 512, 8, 1024, 384, 2304, block=(32, 32), v41=True)
 FP8 = routed_width("fp8", "triton", "sm90", (128, 128))
 
 
-def codes(sizes, ranks, routed=FP8, **options):
-    return [refusal.code for refusal in parallel_refusals(sizes, ranks, routed, **options)]
+def codes(sizes, ranks, routed=FP8, *, arch="sm90", **options):
+    return [refusal.code for refusal in parallel_refusals(sizes, ranks, routed, arch=arch, **options)]
 
 
 def ends_on_blocks(width, share, block):
@@ -88,6 +88,17 @@ def test_known_launches(sizes, ranks, expected):
     assert codes(sizes, ranks) == expected
 
 
+def test_decode_context_parallelism_needs_a_gpu():
+    assert codes(FLASH, Ranks(8, dcp=2)) == []
+    (refusal,) = parallel_refusals(FLASH, Ranks(8, dcp=2), FP8, arch="cpu")
+    assert (refusal.code, refusal.found, refusal.expected) == ("parallel-dcp", "--dcp-size 2", "--dcp-size 1")
+    assert refusal.remedy.startswith("Leave out --dcp-size.")
+    assert codes(FLASH, Ranks(8), arch="cpu") == []
+    source = [sglang_source.line("srt/distributed/parallel_state.py", number) for number in range(2656, 2659)]
+    assert "decode_context_parallel_size > 1 and not" in source[0]
+    assert not any("cpu" in line for line in source)
+
+
 def test_dense_blocks_are_counted_on_the_attention_ranks():
     narrow = Sizes(4, 4, 32, 2, 64, 8, 256)
     assert codes(narrow, Ranks(2)) == ["parallel-dense-block", "parallel-dense-block"]
@@ -130,16 +141,16 @@ def test_what_a_slice_has_to_be_a_multiple_of(layout, runner, arch, block, multi
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_sizes_that_are_listed_work_and_no_others(sizes, padded):
     routed = routed_width("fp8", "triton", "sm90", sizes.block)
-    refusals = parallel_refusals(sizes, Ranks(64, ep=7), routed, padded=padded)
+    refusals = parallel_refusals(sizes, Ranks(64, ep=7), routed, arch="sm90", padded=padded)
     listed = re.search(r"Sizes that work: --tp-size ([0-9, ]+)", refusals[-1].remedy)[1]
     works = [int(number) for number in listed.split(",")]
     for tp in range(1, 65):
         assert (tp in works) == (codes(sizes, Ranks(tp), routed, padded=padded) == [])
-    assert works == working_tp(sizes, Ranks(64, ep=7), routed, spanning=False, padded=padded)
+    assert works == working_tp(sizes, Ranks(64, ep=7), routed, arch="sm90", spanning=False, padded=padded)
 
 
 def test_tp16_of_pro_is_told_the_two_ways_out():
-    (*_, last) = parallel_refusals(PRO, Ranks(16), FP8)
+    (*_, last) = parallel_refusals(PRO, Ranks(16), FP8, arch="sm90")
     assert "--tp-size 1, 2, 4, 8" in last.remedy
     assert "with --ep-size equal to it and SGLANG_SHARED_EXPERT_TP1=1" in last.remedy
     assert "16" in last.remedy
