@@ -1,7 +1,7 @@
 """One exception class per broken promise.
 
-Every message has the same four parts: what (a tensor, a flag, a file), what was found, what was expected, and the
-remedy (the flag or value to use). Subclasses of `Dsv4Error` differ only in which promise was broken, so that callers
+Every message has the same parts: what (a tensor, a flag, a file), what was found and what was expected where that can
+be said, and always the remedy (the flag or value to use). Subclasses of `Dsv4Error` differ only in which promise was broken, so that callers
 can catch one kind; `Dsv4Error` itself is a `ValueError`.
 """
 

@@ -73,7 +73,8 @@ def algorithm_refusals(spec: Speculation, kind: DraftKind, *, v41: bool = False)
     elif asked != fitting:
         yield Refusal("draft-name", f"{flag}: SGLang's check for V4 knows this algorithm by another name", remedy=use)
     elif v41 and fitting == "EAGLE":
-        yield Refusal("draft-algorithm", "DeepSeek-V4.1 drafts with DSpark only", found=flag)
+        remedy = "Use --speculative-algorithm DSPARK with a DSpark draft, or leave it out."
+        yield Refusal("draft-algorithm", "DeepSeek-V4.1 drafts with DSpark only", found=flag, remedy=remedy)
     elif fitting == "EAGLE" and (spec.eagle_topk != 1 or spec.num_steps is None):
         found = f"--speculative-eagle-topk {spec.eagle_topk}, --speculative-num-steps {spec.num_steps}"
         what = f"{flag} needs top-k 1 and a number of steps"
@@ -94,22 +95,24 @@ def dspark_refusals(
         what = "SGLang serves DSpark on GPUs only"
         yield Refusal("draft-device", what, found="a CPU", remedy="Use `sglang-dsv4 load --draft` to try its load.")
     if pp > 1 and not spec.prefill_only:
-        yield Refusal(
-            "draft-pp", "DSpark excludes pipeline parallelism outside a prefill server", found=f"--pp-size {pp}"
-        )
+        what = "DSpark excludes pipeline parallelism outside a prefill server"
+        remedy = "Leave out --pp-size or --speculative-algorithm."
+        yield Refusal("draft-pp", what, found=f"--pp-size {pp}", remedy=remedy)
     if spec.runner not in (None, runner, inherited_runner(runner)):
         what = "DSpark runs its draft with the target's MoE runner and ignores --speculative-moe-runner-backend"
         yield Refusal("draft-runner", what, found=str(spec.runner), remedy="Leave the option out.")
     if attn_dp > 1:
         if not spec.dp_lm_head:
-            yield Refusal("draft-dp", "DSpark with data-parallel attention needs --enable-dp-lm-head")
+            what = "DSpark with data-parallel attention needs --enable-dp-lm-head"
+            yield Refusal("draft-dp", what, remedy="Add it.")
         if a2a not in ("none", "megamoe", "mori"):
-            expected = "none, megamoe or mori"
-            yield Refusal(
-                "draft-dp", "DSpark with data-parallel attention", found=f"--moe-a2a-backend {a2a}", expected=expected
-            )
+            what, found = "DSpark with data-parallel attention", f"--moe-a2a-backend {a2a}"
+            expected, remedy = "none, megamoe or mori", "Use one of these, or leave out --attn-dp-size."
+            yield Refusal("draft-dp", what, found=found, expected=expected, remedy=remedy)
         if attn_cp > 1:
-            yield Refusal("draft-dp", "DSpark with data-parallel attention excludes context parallelism")
+            what = "DSpark with data-parallel attention excludes context parallelism"
+            remedy = "Leave out --attn-cp-size or --attn-dp-size."
+            yield Refusal("draft-dp", what, found=f"--attn-cp-size {attn_cp}", remedy=remedy)
     if spec.a2a not in (None, a2a):
         what = "DSpark runs its draft with the target's all-to-all"
         yield Refusal(

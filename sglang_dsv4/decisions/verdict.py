@@ -10,7 +10,7 @@ from sglang_dsv4.errors import RefusedError
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason why a launch cannot work, in the four parts of every message of this package.
+    """One reason why a launch cannot work, in the parts of every message of this package.
 
     code      stable short name of the rule, for tests and `--json`
     what      the flag, tensor or size at fault

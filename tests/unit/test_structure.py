@@ -69,3 +69,45 @@ def test_no_stage_materialises_a_stream(path: Path):
 def test_the_package_holds_no_module_that_nobody_can_read_in_one_go():
     long = {str(path.relative_to(PACKAGE)): lines for path in MODULES if (lines := path.read_text().count("\n")) > 420}
     assert not long
+
+
+ERRORS = {
+    node.name for node in ast.walk(ast.parse((PACKAGE / "errors.py").read_text())) if isinstance(node, ast.ClassDef)
+}
+
+
+def made(tree: ast.Module) -> list[ast.Call]:
+    """Every call that makes an error or a refusal, also through a variable that holds one class or another."""
+    classes = ERRORS | {"Refusal"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            choices = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]
+            if all(isinstance(choice, ast.Name) and choice.id in classes for choice in choices):
+                classes = classes | {node.targets[0].id}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in classes]
+
+
+def has_remedy(call: ast.Call) -> bool:
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "remedy"]
+    return bool(given) and not (isinstance(given[0], ast.Constant) and not given[0].value)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_error_says_what_to_do(path: Path):
+    without = [f"{path.name}:{call.lineno}" for call in made(ast.parse(path.read_text())) if not has_remedy(call)]
+    assert not without
+
+
+def test_errors_without_a_remedy_are_found():
+    source = """
+raise ConfigError("a", found="b")
+fault = ConfigError if a else IndexMismatchError
+raise fault("a", found="b")
+yield Refusal("code", "what", remedy="")
+raise ConfigError("a", remedy="Do it.")
+"""
+    calls = made(ast.parse(source))
+    assert [call.lineno for call in calls if not has_remedy(call)] == [2, 4, 5]
+    assert len(calls) == 4
+    assert sum(len(made(ast.parse(path.read_text()))) for path in MODULES) > 100

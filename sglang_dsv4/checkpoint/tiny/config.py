@@ -116,9 +116,11 @@ def native_config(shape: str, draft: Draft, layers: int | None = None, experts: 
     sizes, ratios = SHAPES[shape]
     layers = len(ratios) if layers is None else layers
     if not 1 <= layers <= len(ratios):
-        raise FlagError(f"--layers {layers}", expected=f"1 to {len(ratios)} with --shape {shape}")
+        expected = f"1 to {len(ratios)} with --shape {shape}"
+        raise FlagError(f"--layers {layers}", expected=expected, remedy="Leave it out for all layers.")
     if experts is not None and experts < 1:
-        raise FlagError(f"--num-experts {experts}", expected="at least 1")
+        remedy = "Leave it out for as many as the shape has."
+        raise FlagError(f"--num-experts {experts}", expected="at least 1", remedy=remedy)
     config = {**COMMON, **sizes, "num_hidden_layers": layers, "compress_ratios": list(ratios[:layers])}
     config["num_hash_layers"] = min(sizes["num_hash_layers"], layers)
     if experts is not None:

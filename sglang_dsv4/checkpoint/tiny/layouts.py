@@ -102,5 +102,6 @@ def choose(names: str, draft: Draft, experts: str | None = None, scales: str | N
         "no DeepSeek-V4 checkpoint has this layout",
         found=" ".join(f"{option} {value}" for option, value in given.items() if value),
         expected="one of those below",
+        remedy="Take the options of one line.",
         details=[row.options() for row in LAYOUTS if row.names == names],
     )

@@ -96,6 +96,7 @@ def layout_of(options: Options, draft: Draft) -> Layout:
             "--wo-a bf16: no DeepSeek-V4 checkpoint has this layout",
             found=layout.options(),
             expected=" or ".join(f"--names {n} --experts {e} --scales {s}" for n, e, s in WO_A_LAYOUTS),
+            remedy="Use one of these, or leave out --wo-a.",
         )
     return replace(layout, storage={**layout.storage, "wo_a": plain("BF16")})
 
@@ -124,7 +125,8 @@ def divide(groups: list[list[Entry]], shards: int | None) -> list[list[Entry]]:
         return groups
     flat = [entry for group in groups for entry in group]
     if not 1 <= shards <= len(flat):
-        raise FlagError(f"--shards {shards}", expected=f"1 to {len(flat)} for this model")
+        expected = f"1 to {len(flat)} for this model"
+        raise FlagError(f"--shards {shards}", expected=expected, remedy="Leave it out for one file per layer.")
     cuts = [len(flat) * index // shards for index in range(shards + 1)]
     return [flat[start:end] for start, end in pairwise(cuts)]
 
@@ -135,7 +137,11 @@ def _numbers(options: Options) -> tuple[Callable[[Slot], Numbers], Config]:
         config = native_config(options.shape, options.draft or "none", options.layers, options.experts)
         return Drawn(options.seed, config["n_routed_experts"]), config
     if options.shape != "tiny" or options.layers or options.experts:
-        raise FlagError("--from and a shape of its own", expected="one of --from and --shape, --layers, --num-experts")
+        raise FlagError(
+            "--from and a shape of its own",
+            expected="one of --from and --shape, --layers, --num-experts",
+            remedy="Leave out --from, or the other three.",
+        )
     source = Native(options.source, options.seed, options.draft)
     return source, source.config
 
