@@ -82,6 +82,8 @@ NUMBERS = {
     "sliding_window": 128,
     "scoring_func": "sqrtsoftplus",
     "index_topk": 512,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
     "rope_theta": 10000,
     "compress_rope_theta": 160000,
     "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},

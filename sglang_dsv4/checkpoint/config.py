@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_dsv4.checkpoint import config_values
-from sglang_dsv4.checkpoint.config_reader import ConfigReader
+from sglang_dsv4.checkpoint.config_reader import MISSING, QUANT, ConfigReader
+from sglang_dsv4.checkpoint.config_rope import RopeFacts, read_rope
+from sglang_dsv4.checkpoint.config_values import COUNT, COUNTS, EXPERTS, FLAG, OBJECT, SIZE, TEXT
 from sglang_dsv4.checkpoint.names import shorten
-from sglang_dsv4.errors import ConfigError, UnknownArchitectureError
+from sglang_dsv4.errors import ConfigError, UnknownArchitectureError, together
 
 ARCHITECTURES = {
     "DeepseekV4ForCausalLM": "v4",
@@ -55,24 +57,19 @@ SIZES = {
 }
 """Symbol of the format description -> config key; each a positive integer in every V4 config."""
 
-_MOST_EXPERTS = 1 << 16  # what is listed one by one must be countable; the largest release has 384
+_SIZE_RULES = {key: EXPERTS if symbol == "E" else SIZE for symbol, key in SIZES.items()}
 _DEFAULTS = {"HD": 512, "HC": 4, "IHD": 128, "NS": 1}  # some configs leave these to the model class
 _CONSTANTS = {"num_key_value_heads": 1, "topk_method": "noaux_tc"}  # SGLang's defaults are another model's
-_ROPE_HEAD_DIM = 64  # every release; some configs leave it out
-_NO_SCALING = ("rope_theta", "rope_type", "partial_rotary_factor", "attention_factor")
 _INFERENCE_KEYS = ("dim", "n_layers", "n_heads", "moe_inter_dim")  # DeepSeek's inference/config.json
 
 
 @dataclass(frozen=True, slots=True)
 class DSparkFacts:
-    """The draft that a DSpark release bundles: `dspark_*` keys. Stages are counted from the tensors, not from here."""
+    """What `dspark_*` keys say of the draft that a DSpark release bundles. Stages are counted from the tensors."""
 
-    block_size: int
     markov_rank: int
     target_layer_ids: tuple[int, ...]
-    noise_token_id: int | None
     n_routed_experts: int | None
-    num_experts_per_tok: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +81,8 @@ class QuantFacts:
 
     method: str | None = None
     block: tuple[int, int] | None = None
-    scale_fmt: str | None = None
     routed_experts: str | None = None
-    moe_algo: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RopeFacts:
-    """Rotary embedding: `theta` of sliding layers, `compress_theta` and `scaling` (yarn, or None) of the others."""
-
-    head_dim: int
-    theta: float
-    compress_theta: float | None
-    scaling: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +100,10 @@ class ModelConfigFacts:
     ratios: tuple[int, ...]
     draft_ratios: tuple[int, ...]
     hash_layers: int
-    nextn_layers: int
     dspark: DSparkFacts | None
     expert_dtype: str | None
     quant: QuantFacts
     tie_word_embeddings: bool
-    swiglu_limit: float | None
     rope: RopeFacts
     raw: Mapping[str, Any]
 
@@ -152,28 +135,20 @@ class ModelConfigFacts:
         reader = ConfigReader(parsed, where)
         architecture, family = _architecture(reader)
         _check_values(reader, family)
-        if reader.integer("num_key_value_heads", 1) != 1:
-            reader.fail(
-                "num_key_value_heads", reader.values["num_key_value_heads"], "1: DeepSeek-V4 shares one K=V head"
-            )
-        ratios, beyond = _ratios(reader, family)
-        rope = _rope(reader)
-        if family == "v4":
-            _check_rope(reader, rope, compressed=any(ratios))
+        sizes = {symbol: reader.take(key, SIZE, _DEFAULTS.get(symbol, MISSING)) for symbol, key in SIZES.items()}
+        ratios, beyond = _ratios(reader, family, sizes["NL"])
         return cls(
             architecture=architecture,
             family=family,
-            sizes=_sizes(reader),
+            sizes=sizes,
             ratios=ratios,
             draft_ratios=beyond,
-            hash_layers=_hash_layers(reader) if family == "v4" else 0,
-            nextn_layers=reader.integer("num_nextn_predict_layers", 0),
-            dspark=_dspark(reader),
-            expert_dtype=reader.text("expert_dtype") or reader.quant_text("expert_dtype"),
+            hash_layers=_hash_layers(reader, sizes["NL"]) if family == "v4" else 0,
+            dspark=_dspark(reader, sizes["NL"]),
+            expert_dtype=_lower(reader.take("expert_dtype", TEXT, None) or reader.quant.get("expert_dtype")),
             quant=_quant(reader),
-            tie_word_embeddings=bool(reader.values.get("tie_word_embeddings", False)),
-            swiglu_limit=reader.number("swiglu_limit"),
-            rope=rope,
+            tie_word_embeddings=reader.take("tie_word_embeddings", FLAG, False),
+            rope=read_rope(reader, sizes["HD"], compressed=family == "v4" and any(ratios)),
             raw=reader.values,
         )
 
@@ -188,7 +163,7 @@ def _architecture(reader: ConfigReader) -> tuple[str, str]:
             remedy="Take config.json from the top of the released repository, not from its inference folder.",
         )
     if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
-        reader.fail("architectures", listed, f"one of {', '.join(ARCHITECTURES)}")
+        reader.fail("architectures", MISSING if listed is None else listed, f"one of {', '.join(ARCHITECTURES)}")
     if listed[0] in ARCHITECTURES:  # SGLang goes by the first
         return listed[0], ARCHITECTURES[listed[0]]
     model_type = reader.values.get("model_type")
@@ -201,33 +176,35 @@ def _architecture(reader: ConfigReader) -> tuple[str, str]:
 
 
 def _check_values(reader: ConfigReader, family: str) -> None:
-    """ConfigError for what SGLang or Transformers would stop at, or take for something else."""
-    rules = {"model_type": config_values.MODEL_TYPES[family], **config_values.RULES}
-    rules |= dict.fromkeys(config_values.NESTED, config_values.NO_KEY)
-    rules |= config_values.NOT_IN_V4 if family == "v4" else config_values.V41
-    reader.check(reader.values, rules, ("model_type", *(config_values.REQUIRED if family == "v4" else ())))
-    if reader.quant_text("quant_method") == "fp8":
-        section, required = config_values.FP8_SECTION, config_values.FP8_REQUIRED
-        reader.check(reader.quant, section, required, "quantization_config.")
+    """Raise everything together that SGLang or Transformers would stop at, or take for something else."""
     for alias, key in _ALIASES.items():
-        if alias in reader.values and reader.values[alias] != reader.values.get(key):
-            reader.fail(alias, reader.values[alias], f"{reader.values.get(key)}, as {key} says")
+        if alias in reader.values and reader.values[alias] != reader.values.setdefault(key, reader.values[alias]):
+            reader.fail(alias, reader.values[alias], f"{reader.values[key]}, as {key} says")
+    v4 = family == "v4"
+    rules = {"model_type": config_values.MODEL_TYPES[family], **config_values.RULES, **_SIZE_RULES}
+    rules |= dict.fromkeys(config_values.NESTED, config_values.NO_KEY)
+    rules |= config_values.V41_IN_V4 if v4 else config_values.V41
+    required = {"model_type", *_SIZE_RULES} - {SIZES[symbol] for symbol in _DEFAULTS}
+    errors = reader.errors(reader.values, rules, [*required, *(config_values.REQUIRED if v4 else ())])
+    errors += reader.errors(reader.quant, config_values.QUANT_SECTION, section=QUANT)
+    if not errors and _lower(reader.quant.get("quant_method")) == "fp8":
+        errors += reader.errors(reader.quant, config_values.FP8_SECTION, config_values.FP8_REQUIRED, QUANT)
+    if any(key.startswith("dspark_") for key in reader.values):
+        errors += reader.errors(reader.values, config_values.DSPARK, config_values.DSPARK_REQUIRED)
+    if errors:
+        raise together(errors)
+    tables, layers = (reader.values.get(f"engram_{key}") or [] for key in ("num_embeddings", "layer_ids"))
+    if not v4 and len(tables) != len(layers):
+        reader.fail("engram_num_embeddings", tables, f"one for each of engram_layer_ids, which are {len(layers)}")
 
 
-def _sizes(reader: ConfigReader) -> dict[str, int]:
-    sizes = {symbol: reader.size(key, _DEFAULTS.get(symbol)) for symbol, key in SIZES.items()}
-    if sizes["E"] > _MOST_EXPERTS:
-        reader.fail(SIZES["E"], sizes["E"], f"at most {_MOST_EXPERTS} routed experts")
-    return sizes
-
-
-def _ratios(reader: ConfigReader, family: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _ratios(reader: ConfigReader, family: str, layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Compression ratio of each main layer, and of what comes after them, from whichever spelling is there."""
-    layers = reader.size("num_hidden_layers", None)
-    ratios, types = reader.integers("compress_ratios"), _ratios_from_types(reader)
+    listed, types = reader.take("compress_ratios", COUNTS, None), _ratios_from_types(reader)
+    ratios = None if listed is None else tuple(listed)
     if ratios is None and types is None:
         # A default would be wrong: transformers' own has CSA and HCA the other way round than the released Flash.
-        reader.fail("compress_ratios", None, "one ratio per layer, or layer_types")
+        reader.fail("compress_ratios", MISSING, "one ratio per layer, or layer_types")
     if ratios is not None and types is not None and ratios[:layers] != types[:layers]:
         reader.fail("compress_ratios", list(ratios[:layers]), f"{list(types[:layers])}, which layer_types says")
     found = ratios if ratios is not None else types or ()
@@ -248,9 +225,7 @@ def _ratios_from_types(reader: ConfigReader) -> tuple[int, ...] | None:
     if types is None:
         return None
     rates = dict(LAYER_TYPE_RATES)
-    given = reader.values.get("compress_rates") or {}
-    if not isinstance(given, dict):
-        reader.fail("compress_rates", given, "an object of layer type -> rate")
+    given = reader.take("compress_rates", OBJECT, None) or {}
     for name, rate in given.items():
         if name not in rates or type(rate) is not int:
             reader.fail("compress_rates", given, f"integers for {', '.join(rates)}")
@@ -260,87 +235,40 @@ def _ratios_from_types(reader: ConfigReader) -> tuple[int, ...] | None:
     return tuple(rates[name] for name in types)
 
 
-def _hash_layers(reader: ConfigReader) -> int:
+def _hash_layers(reader: ConfigReader, layers: int) -> int:
     kinds = reader.values.get("mlp_layer_types")
     if kinds is None:
-        return reader.integer("num_hash_layers")
+        return reader.take("num_hash_layers", COUNT)
     count = kinds.count("hash_moe") if isinstance(kinds, list) else 0
-    layers = reader.size("num_hidden_layers", None)
     if kinds != ["hash_moe"] * count + ["moe"] * (layers - count):
         reader.fail("mlp_layer_types", kinds, f"{layers} entries: hash_moe for the first layers, then moe")
-    if reader.integer("num_hash_layers", count) != count:
+    if reader.take("num_hash_layers", COUNT, count) != count:
         reader.fail("num_hash_layers", reader.values["num_hash_layers"], f"{count}, which mlp_layer_types says")
     return count
 
 
-def _rope(reader: ConfigReader) -> RopeFacts:
-    """From `rope_theta`, `compress_rope_theta` and `rope_scaling`, or from `rope_parameters`, nested or flat."""
-    theta: Any = reader.number("rope_theta") or 10000
-    compress_theta: Any = reader.number("compress_rope_theta")
-    scaling: Any = reader.values.get("rope_scaling") or None
-    parameters = reader.values.get("rope_parameters")
-    if isinstance(parameters, dict):
-        main, compress = parameters.get("main", {}), parameters.get("compress", parameters)
-        if not isinstance(main, dict) or not isinstance(compress, dict):
-            reader.fail("rope_parameters", parameters, "objects main and compress")
-        theta, compress_theta = main.get("rope_theta", theta), compress.get("rope_theta", compress_theta)
-        kind = compress.get("rope_type", "default")
-        scaling = {"type": kind, **{key: value for key, value in compress.items() if key not in _NO_SCALING}}
-        scaling = None if kind == "default" else scaling
-    if scaling is not None and not isinstance(scaling, dict):
-        reader.fail("rope_scaling", scaling, "an object")
-    head_dim = reader.optional("qk_rope_head_dim")
-    if head_dim is None:
-        factor = reader.number("partial_rotary_factor")
-        head_dim = _ROPE_HEAD_DIM if factor is None else int(factor * reader.size("head_dim", _DEFAULTS["HD"]))
-    return RopeFacts(head_dim, theta, compress_theta, scaling)
-
-
-def _check_rope(reader: ConfigReader, rope: RopeFacts, *, compressed: bool) -> None:
-    """ConfigError where SGLang cannot build V4's rotary caches from what `_rope` found."""
-    where = "rope_parameters.compress." if reader.values.get("rope_parameters") else "rope_scaling."
-    required = config_values.YARN_REQUIRED if compressed else ()
-    reader.check(rope.scaling or {}, config_values.YARN, required, where)
-    thetas = {"rope_theta": rope.theta, "compress_rope_theta": rope.compress_theta}
-    found = {key: value for key, value in thetas.items() if value is not None}
-    reader.check(found, dict.fromkeys(thetas, config_values.THETA), tuple(thetas))
-    positions = (rope.scaling or {}).get("factor", 1) * (rope.scaling or {}).get("original_max_position_embeddings", 1)
-    if positions > config_values.MOST_POSITIONS:
-        reader.fail(f"{where}factor", f"{positions} positions in all", f"at most {config_values.MOST_POSITIONS}")
-    if rope.head_dim % 2 or not 0 < rope.head_dim <= reader.size("head_dim", _DEFAULTS["HD"]):
-        reader.fail("qk_rope_head_dim", rope.head_dim, "an even part of head_dim")
-
-
-def _dspark(reader: ConfigReader) -> DSparkFacts | None:
-    if not any(key.startswith("dspark_") for key in reader.values):
+def _dspark(reader: ConfigReader, layers: int) -> DSparkFacts | None:
+    targets = reader.values.get("dspark_target_layer_ids")
+    if targets is None:  # with any other such key it would be required
         return None
-    targets = reader.integers("dspark_target_layer_ids")
-    if not targets:
-        reader.fail("dspark_target_layer_ids", targets, "the layers whose states the draft reads")
-    experts = reader.optional("dspark_n_routed_experts")
-    if experts is not None and experts > _MOST_EXPERTS:
-        reader.fail("dspark_n_routed_experts", experts, f"at most {_MOST_EXPERTS}")
+    if max(targets) >= layers:
+        reader.fail("dspark_target_layer_ids", targets, f"layers below {layers} (num_hidden_layers)")
     return DSparkFacts(
-        block_size=reader.size("dspark_block_size", None),
-        markov_rank=reader.size("dspark_markov_rank", None),
-        target_layer_ids=targets,
-        noise_token_id=reader.optional("dspark_noise_token_id"),
-        n_routed_experts=experts,
-        num_experts_per_tok=reader.optional("dspark_num_experts_per_tok"),
+        markov_rank=reader.values["dspark_markov_rank"],
+        target_layer_ids=tuple(targets),
+        n_routed_experts=reader.values.get("dspark_n_routed_experts"),
     )
 
 
 def _quant(reader: ConfigReader) -> QuantFacts:
     block = reader.quant.get("weight_block_size")
-    if block is not None:
-        if not isinstance(block, list) or len(block) != 2 or any(type(edge) is not int or edge <= 0 for edge in block):
-            reader.fail("quantization_config.weight_block_size", block, "two positive integers")
-        block = (block[0], block[1])
     return QuantFacts(
-        method=reader.quant_text("quant_method"),
-        block=block,
-        scale_fmt=reader.quant_text("scale_fmt"),
-        routed_experts=reader.quant_text("routed_experts_quant_method"),
-        moe_algo=reader.quant_text("moe_quant_algo"),
+        method=_lower(reader.quant.get("quant_method")),
+        block=None if block is None else (block[0], block[1]),
+        routed_experts=_lower(reader.quant.get("routed_experts_quant_method")),
         raw=reader.quant,
     )
+
+
+def _lower(text: str | None) -> str | None:
+    return text.lower() if text else None

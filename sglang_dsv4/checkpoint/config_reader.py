@@ -2,91 +2,79 @@
 
 from __future__ import annotations
 
-import math
-import reprlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from sglang_dsv4.checkpoint.config_values import ValueRule, first_wrong
+from sglang_dsv4.checkpoint.config_values import ValueRule, wrong_values
 from sglang_dsv4.checkpoint.names import shorten
 from sglang_dsv4.errors import ConfigError
 
-
-class _Null:
-    """JSON's null in a message, where None stands for a key that is missing."""
-
-    def __repr__(self) -> str:
-        return "null"
-
-
-_NULL = _Null()
 RELEASED = "Use the config.json that was released with these weights."
+QUANT = "quantization_config"
+
+
+class Missing:
+    """In place of a value: there is no such key."""
+
+
+MISSING = Missing()
 
 
 class ConfigReader:
-    """Typed access to the keys of one config file; every fault names key, found and expected."""
+    """The keys of one config file, V4.1's `text_config` merged in; every fault names key, found and expected.
+
+    values: the file. quant: its quantization_config, empty where there is none.
+    """
 
     def __init__(self, parsed: object, where: str):
         self.where = where
         if not isinstance(parsed, dict):
             raise ConfigError(f"{where}: no JSON object", found=type(parsed).__name__, remedy=RELEASED)
         nested = parsed.get("text_config")
-        self.values: dict[str, Any] = {**nested, **parsed} if isinstance(nested, dict) else parsed
-        quant = self.values.get("quantization_config") or {}
+        self.values: dict[str, Any] = {**nested, **parsed} if isinstance(nested, dict) else dict(parsed)
+        quant = self.values.get(QUANT) or {}
         if not isinstance(quant, dict):
-            self.fail("quantization_config", quant, "an object")
+            self.fail(QUANT, quant, "an object")
         self.quant: dict[str, Any] = quant
 
-    def fail(self, key: str, found: object, expected: str, remedy: str = RELEASED) -> NoReturn:
-        text = "no such key" if found is None else shorten(reprlib.repr(found))
-        raise ConfigError(f"{self.where}: {key}", found=text, expected=expected, remedy=remedy)
+    def fail(self, key: str, found: object, expected: str) -> NoReturn:
+        """Raise ConfigError; `found` is MISSING or what stands there."""
+        raise self.error(key, found, expected)
 
-    def check(
-        self, values: Mapping[str, Any], rules: Mapping[str, ValueRule], required: tuple[str, ...] = (), at: str = ""
-    ) -> None:
-        """ConfigError for the first value that breaks its rule, or key that is missing. `at` stands before keys."""
-        wrong = first_wrong(values, rules, required)
-        if wrong is not None:
-            found = None if wrong.missing else _NULL if wrong.found is None else wrong.found
-            self.fail(at + wrong.key, found, wrong.expected)
+    def error(self, key: str, found: object, expected: str) -> ConfigError:
+        """The error of one key; `found` as for `fail`."""
+        text = "no such key" if found is MISSING else shorten(_as_json(found))
+        return ConfigError(f"{self.where}: {key}", found=text, expected=expected, remedy=RELEASED)
 
-    def size(self, key: str, default: int | None) -> int:
-        value = self.values.get(key, default)
-        if type(value) is not int or not 0 < value < 2**31:
-            self.fail(key, value, "a positive integer")
-        return value
+    def take(self, key: str, rule: ValueRule, default: Any = MISSING, *, section: str = "") -> Any:
+        """The value of a key, `default` where it is missing or null. `section` names the object that holds it.
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if type(value) is not int or not 0 <= value < 2**31:
-            self.fail(key, value, "an integer of 0 or more")
-        return value
-
-    def number(self, key: str) -> float | None:
-        value = self.values.get(key)
-        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-            self.fail(key, value, "a number")
-        return value
-
-    def optional(self, key: str) -> int | None:
-        return None if self.values.get(key) is None else self.integer(key)
-
-    def integers(self, key: str) -> tuple[int, ...] | None:
-        value = self.values.get(key)
+        Raises ConfigError when it breaks its rule, or is missing and there is no default.
+        """
+        values = self.values.get(section) or {} if section else self.values
+        value = values.get(key)
+        path = f"{section}.{key}" if section else key
         if value is None:
-            return None
-        if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
-            self.fail(key, value, "a list of integers of 0 or more")
-        return tuple(value)
+            if default is MISSING:
+                self.fail(path, values.get(key, MISSING), rule.expected)
+            return default
+        if not rule.holds(value):
+            self.fail(path, value, rule.expected)
+        return value
 
-    def text(self, key: str) -> str | None:
-        return self._text(key, self.values.get(key))
+    def errors(
+        self, values: Mapping[str, Any], rules: Mapping[str, ValueRule], required: Sequence[str] = (), section: str = ""
+    ) -> list[ConfigError]:
+        """One error for each value that breaks its rule and each of `required` that is missing or null."""
+        path = f"{section}." if section else ""
+        return [
+            self.error(path + key, values.get(key, MISSING), expected)
+            for key, expected in wrong_values(values, rules, required)
+        ]
 
-    def quant_text(self, key: str) -> str | None:
-        return self._text(f"quantization_config.{key}", self.quant.get(key))
 
-    def _text(self, key: str, value: object) -> str | None:
-        if value is not None and not isinstance(value, str):
-            self.fail(key, value, "a string")
-        return value.lower() if value else None
+def _as_json(value: object) -> str:
+    """As the file has it, not longer than a message can bear."""
+    text = str(value) if isinstance(value, str) and len(value) > 200 else json.dumps(value, default=repr)
+    return text[:400]

@@ -8,12 +8,16 @@ missing key or a window of 0, ends in a constructor or in garbage. Neither says 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 LARGEST = 2**31 - 1
+MOST_EXPERTS = 2**16
+"""What is listed one by one must be countable; the largest release has 384."""
 MOST_POSITIONS = 2**25
 """YaRN's factor x original positions, for which SGLang builds its rotary cache at once; the releases have 2**20."""
+MOST = 10.0**6
+"""Of a factor or a limit: far beyond every release, so that a slip in the exponent is seen."""
 
 
 class ValueRule(NamedTuple):
@@ -25,19 +29,25 @@ class ValueRule(NamedTuple):
 
 def whole(low: int = 0, high: int = LARGEST) -> ValueRule:
     """An integer from `low` to `high`."""
-    return ValueRule(f"an integer from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
+    return ValueRule(
+        f"an integer from {low} to {high}" if high < LARGEST else f"an integer of {low} or more",
+        lambda value: type(value) is int and low <= value <= high,
+    )
 
 
-def real(low: float, high: float) -> ValueRule:
-    """A float in the open interval; JSON's `1` is none, since Transformers refuses it."""
-    expected = f"a number with a decimal point, above {low:g} and below {high:g}"
-    return ValueRule(expected, lambda value: type(value) is float and low < value < high)
+def number(low: float, high: float, *, above: bool = False, kinds: tuple[type, ...] = (int, float)) -> ValueRule:
+    """A number from `low`, or with `above` from beyond it, to `high`."""
+
+    def holds(value: object) -> bool:
+        return type(value) in kinds and low <= value <= high and not (above and value == low)  # type: ignore[operator]
+
+    name = "a number" if int in kinds else "a number with a decimal point"
+    return ValueRule(f"{name} {f'above {low:.0f}, at most' if above else f'from {low:.0f} to'} {high:.0f}", holds)
 
 
-def number(low: float, high: float) -> ValueRule:
-    """An integer or a float in the open interval."""
-    expected = f"a number above {low:g} and below {high:g}"
-    return ValueRule(expected, lambda value: type(value) in (int, float) and low < value < high)  # type: ignore[operator]
+def real(low: float, high: float, *, above: bool = False) -> ValueRule:
+    """A float; JSON's `1` is none, since Transformers refuses it."""
+    return number(low, high, above=above, kinds=(float,))
 
 
 def one_of(*values: str) -> ValueRule:
@@ -45,43 +55,52 @@ def one_of(*values: str) -> ValueRule:
     return ValueRule(" or ".join(values), lambda value: isinstance(value, str) and value in values)
 
 
+def list_of(item: ValueRule, name: str, *, length: int | None = None, least: int = 0) -> ValueRule:
+    """A list of such items: of `length`, or of `least` or more."""
+
+    def holds(value: object) -> bool:
+        return (
+            isinstance(value, list)
+            and len(value) >= least
+            and (length is None or len(value) == length)
+            and all(map(item.holds, value))
+        )
+
+    return ValueRule(name, holds)
+
+
 def or_null(rule: ValueRule) -> ValueRule:
     """The same, or null."""
     return ValueRule(f"{rule.expected}, or null", lambda value: value is None or rule.holds(value))
 
 
-def _only(wanted: object) -> ValueRule:
-    """This value of V4's, as JSON writes it."""
+def only(wanted: object, why: str) -> ValueRule:
+    """This one value."""
     return ValueRule(
-        f"{json.dumps(wanted)} in a V4 config", lambda value: type(value) is type(wanted) and value == wanted
+        f"{json.dumps(wanted)}: {why}", lambda value: type(value) is type(wanted) and bool(value == wanted)
     )
 
 
-def _is_token(value: object) -> bool:
-    return type(value) is int and abs(value) <= LARGEST
-
-
 FLAG = ValueRule("true or false", lambda value: isinstance(value, bool))
+TEXT = ValueRule("a string", lambda value: isinstance(value, str))
 OBJECT = ValueRule("an object", lambda value: isinstance(value, dict))
-NAMES = ValueRule(
-    "a list of strings", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value)
-)
-LAYERS = ValueRule(
-    "a list of layer numbers",
-    lambda value: isinstance(value, list) and all(type(item) is int and 0 <= item <= LARGEST for item in value),
-)
-TOKEN = ValueRule("a token id", _is_token)
+SIZE = whole(1)
+COUNT = whole()
+NAMES = list_of(TEXT, "a list of strings")
+COUNTS = list_of(COUNT, "a list of integers of 0 or more")
+LAYERS = list_of(COUNT, "a list of layer numbers")
+TOKEN = whole(-LARGEST)
 TOKENS = ValueRule(
     "a token id, or a list of them",
-    lambda value: _is_token(value) or (isinstance(value, list) and all(map(_is_token, value))),
+    lambda value: TOKEN.holds(value) or (isinstance(value, list) and all(map(TOKEN.holds, value))),
 )
 NO_KEY = ValueRule("no such key: SGLang would take what it holds for the config", lambda value: False)
 
-SIZE = whole(1)
-COUNT = whole()
-EPSILON = real(0, 1)
-SCALE = real(0, 1e6)
-THETA = number(1, 1e12)
+EPSILON = real(0, 1, above=True)
+SCALE = real(0, MOST, above=True)
+THETA = number(1, 10**12, above=True)
+EXPERTS = whole(1, MOST_EXPERTS)
+BLOCK = list_of(SIZE, "two positive integers", length=2)
 
 DTYPE = or_null(one_of("bfloat16", "float16", "float32", "half", "float"))
 
@@ -93,13 +112,13 @@ RULES: dict[str, ValueRule] = {
     "sliding_window": SIZE,
     "index_topk": SIZE,
     "qk_rope_head_dim": SIZE,
-    "num_key_value_heads": SIZE,
+    "num_key_value_heads": only(1, "DeepSeek-V4 shares one K=V head"),
     "num_nextn_predict_layers": COUNT,
     "hidden_act": one_of("silu"),
     "swiglu_limit": SCALE,
     "rope_theta": THETA,
     "compress_rope_theta": THETA,
-    "partial_rotary_factor": or_null(real(0, 1.0001)),
+    "partial_rotary_factor": or_null(real(0, 1, above=True)),
     "max_position_embeddings": whole(1, MOST_POSITIONS),
     # routing
     "scoring_func": one_of("sqrtsoftplus", "softmax", "sigmoid"),
@@ -113,10 +132,10 @@ RULES: dict[str, ValueRule] = {
     "dtype": DTYPE,
     "torch_dtype": DTYPE,
     "attention_bias": FLAG,
-    "attention_dropout": real(-1, 1),
-    "initializer_range": real(-1, 1e6),
-    "router_aux_loss_coef": real(-1, 1e6),
-    "router_jitter_noise": real(-1, 1e6),
+    "attention_dropout": real(0, 1),
+    "initializer_range": real(0, MOST),
+    "router_aux_loss_coef": real(0, MOST),
+    "router_jitter_noise": real(0, MOST),
     "intermediate_size": COUNT,
     "kv_lora_rank": COUNT,
     "qk_nope_head_dim": COUNT,
@@ -143,7 +162,11 @@ RULES: dict[str, ValueRule] = {
 
 V41: dict[str, ValueRule] = {
     "candidate_source_layer_id": whole(-1),
+    "engram_head_dim": SIZE,
     "engram_layer_ids": LAYERS,
+    "engram_max_ngram_size": SIZE,
+    "engram_n_heads": SIZE,
+    "engram_num_embeddings": list_of(SIZE, "a list of positive integers"),
     "hc_pre_from_prev_sublayer": FLAG,
     "index_source_layer_ids": LAYERS,
     "kv_source_layer_ids": LAYERS,
@@ -153,16 +176,19 @@ V41: dict[str, ValueRule] = {
 }
 """The same for keys of V4.1, which SGLang's V4 classes read of any config."""
 
-NOT_IN_V4: dict[str, ValueRule] = {
-    "candidate_source_layer_id": _only(-1),
-    "engram_layer_ids": _only([]),
-    "hc_pre_from_prev_sublayer": _only(False),
-    "index_source_layer_ids": _only([]),
-    "kv_source_layer_ids": _only([]),
-    "q_head_norm": _only(True),
-    "vision_n_layers": _only(0),
+V41_IN_V4: dict[str, ValueRule] = {
+    key: only(value, "anything else is V4.1's")
+    for key, value in {
+        "candidate_source_layer_id": -1,
+        "engram_layer_ids": [],
+        "hc_pre_from_prev_sublayer": False,
+        "index_source_layer_ids": [],
+        "kv_source_layer_ids": [],
+        "q_head_norm": True,
+        "vision_n_layers": 0,
+    }.items()
 }
-"""The only values of those that leave V4's forward pass what it is (`_DeepseekV4ConfigAlias`)."""
+"""Those of them that change V4's forward pass: the values that leave it what it is (`_DeepseekV4ConfigAlias`)."""
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys by which SGLang takes a part of the file for the language model's config; V4.1 has the first."""
@@ -173,55 +199,69 @@ MODEL_TYPES = {
 }
 """Family -> `model_type`, by which SGLang chooses the config class, whatever `architectures` says."""
 
-REQUIRED = ("hc_eps", "hc_sinkhorn_iters", "index_topk", "scoring_func", "sliding_window")
-"""Keys that SGLang's V4 classes read from the file without a default, and whose value no tensor tells."""
+REQUIRED = (
+    "hc_eps",
+    "hc_sinkhorn_iters",
+    "index_topk",
+    "routed_scaling_factor",
+    "scoring_func",
+    "sliding_window",
+    "swiglu_limit",
+)
+"""Keys without which SGLang stops, or takes DeepSeek-V3's value (routed_scaling_factor 2.5), or none (no clamp for
+swiglu_limit; srt/models/deepseek_v2.py of 0.5.23), and whose value no tensor tells. Releases differ in them."""
 
 YARN: dict[str, ValueRule] = {
     "type": one_of("yarn", "deepseek_yarn"),
     "rope_type": one_of("yarn", "deepseek_yarn"),
-    "factor": number(0.999, MOST_POSITIONS),
+    "factor": number(1, MOST_POSITIONS),
     "original_max_position_embeddings": whole(1, MOST_POSITIONS),
-    "beta_fast": number(0, 1e6),
-    "beta_slow": number(0, 1e6),
+    "beta_fast": number(0, MOST, above=True),
+    "beta_slow": number(0, MOST, above=True),
     "rope_theta": THETA,
-    "mscale": number(-1, 1e6),
-    "mscale_all_dim": number(-1, 1e6),
-    "attn_factor": number(0, 1e6),
-    "extrapolation_factor": number(-1, 1e6),
+    "mscale": number(0, MOST),
+    "mscale_all_dim": number(0, MOST),
+    "attn_factor": number(0, MOST, above=True),
+    "extrapolation_factor": number(0, MOST),
     "truncate": FLAG,
 }
 """The same for `rope_scaling`."""
 
 YARN_REQUIRED = ("factor", "original_max_position_embeddings")
 
+QUANT_SECTION: dict[str, ValueRule] = dict.fromkeys(
+    ("quant_method", "scale_fmt", "expert_dtype", "routed_experts_quant_method", "moe_quant_algo"), or_null(TEXT)
+) | {"weight_block_size": or_null(BLOCK)}
+"""The same for a `quantization_config`, whoever wrote it."""
+
 FP8_SECTION: dict[str, ValueRule] = {
     "activation_scheme": one_of("dynamic"),
+    "weight_block_size": BLOCK,
     "ignored_layers": or_null(NAMES),
     "modules_to_not_convert": or_null(NAMES),
 }
-"""The same for a `quantization_config` whose quant_method is fp8; SGLang's Fp8Config takes block scales with dynamic
-activations alone (srt/layers/quantization/fp8.py of 0.5.23)."""
+"""The same where its quant_method is fp8: SGLang's Fp8Config takes block scales with dynamic activations alone
+(srt/layers/quantization/fp8.py of 0.5.23)."""
 
 FP8_REQUIRED = ("activation_scheme", "weight_block_size")
 
+DSPARK: dict[str, ValueRule] = {
+    "dspark_block_size": SIZE,
+    "dspark_markov_rank": SIZE,
+    "dspark_target_layer_ids": list_of(COUNT, "the numbers of the layers whose states the draft reads", least=1),
+    "dspark_noise_token_id": or_null(COUNT),
+    "dspark_n_routed_experts": or_null(EXPERTS),
+    "dspark_num_experts_per_tok": or_null(SIZE),
+}
+"""The same for the draft that a DSpark release bundles."""
 
-class Wrong(NamedTuple):
-    """A key whose value cannot stay, or that is missing."""
-
-    key: str
-    found: object
-    expected: str
-    missing: bool
+DSPARK_REQUIRED = ("dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids")
 
 
-def first_wrong(
-    values: Mapping[str, object], rules: Mapping[str, ValueRule], required: tuple[str, ...] = ()
-) -> Wrong | None:
-    """The first value that breaks its rule, or key that is missing."""
+def wrong_values(
+    values: Mapping[str, object], rules: Mapping[str, ValueRule], required: Sequence[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """(key, what is expected) of each value that breaks its rule, and of each of `required` that is missing or null."""
     for key, rule in rules.items():
-        if key in values and not rule.holds(values[key]):
-            return Wrong(key, values[key], rule.expected, missing=False)
-    for key in required:
-        if values.get(key) is None:
-            return Wrong(key, None, rules[key].expected if key in rules else "a value", missing=True)
-    return None
+        if (key in values and not rule.holds(values[key])) or (key in required and values.get(key) is None):
+            yield key, rule.expected

@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.preflight import survey
-from sglang_dsv4.cli.doctor import allowed_plugins, registration
+from sglang_dsv4.cli.installed import allowed_plugins, registration
 from sglang_dsv4.compat import MODEL_IMPL
 from sglang_dsv4.decisions.arch import detect_arch
 from sglang_dsv4.decisions.decide import Flags, decide
@@ -113,22 +113,29 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     arguments += ["--log-level", "info" if args.verbose else "warning"]
     arguments += args.server_arguments
     with parallel_context(arguments, Place(args.tp_rank, args.pp_rank)) as server_args:
+        require_ours(server_args, draft=args.draft)
         started = time.perf_counter()
         model = load_model(server_args, draft=args.draft)
         seconds = time.perf_counter() - started
-        made = getattr(model, "load_report", None)
-        if made is None:
-            raise RefusedError(
-                "nothing was loaded through sglang_dsv4",
-                found=f"--model-impl {server_args.model_impl}, --load-format {server_args.load_format}",
-                expected=f"--model-impl {MODEL_IMPL}, and a format that reads the checkpoint",
-                remedy="Leave these two out of what stands after --.",
-            )
         found = digests(model) if args.digests is not None else {}
-        report, lines = made.as_json(), made.lines()
+        report, lines = model.load_report.as_json(), model.load_report.lines()  # type: ignore[operator, union-attr]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     lines.append(f"built, loaded and post-processed in {seconds:.2f} s; peak resident memory {peak / 2**30:.2f} GiB")
     return {**report, "seconds_in_all": round(seconds, 3), "peak_rss_bytes": peak, "lines": lines}, found
+
+
+def require_ours(server_args: Any, *, draft: bool) -> None:
+    """RefusedError for a load that would not go through us, before anything is built."""
+    from sglang_dsv4.models.loading.known import filled_without_us
+
+    if server_args.model_impl == MODEL_IMPL and not filled_without_us("nextn" if draft else "target"):
+        return
+    raise RefusedError(
+        "nothing would be loaded through sglang_dsv4",
+        found=f"--model-impl {server_args.model_impl}, --load-format {server_args.load_format}",
+        expected=f"--model-impl {MODEL_IMPL}, and a format that reads the checkpoint",
+        remedy="Leave these two out of what stands after --.",
+    )
 
 
 def write_digests(file: Path, found: dict[str, str]) -> None:

@@ -128,13 +128,13 @@ FAULTS = {
     "DeepSeek's inference config": (INFERENCE, "spelling of DeepSeek's inference code"),
     "no architecture": (changed(architectures=None), "architectures; found no such key; expected one of Deepseek"),
     "architectures is text": (changed(architectures="DeepseekV4ForCausalLM"), "architectures"),
-    "missing size": (changed(hidden_size=None), "hidden_size; found no such key; expected a positive integer"),
-    "size is text": (changed(hidden_size="4096"), "hidden_size; found '4096'"),
-    "size is true": (changed(o_groups=True), "o_groups; found True"),
+    "missing size": (changed(hidden_size=None), "hidden_size; found no such key; expected an integer of 1 or more"),
+    "size is text": (changed(hidden_size="4096"), 'hidden_size; found "4096"'),
+    "size is true": (changed(o_groups=True), "o_groups; found true"),
     "zero experts": (changed(n_routed_experts=0), "n_routed_experts; found 0"),
     "several KV heads": (changed(num_key_value_heads=8), "num_key_value_heads; found 8; expected 1"),
     "no ratios": (changed(compress_ratios=None), "compress_ratios; found no such key"),
-    "too few ratios": (changed(compress_ratios=[0, 0, 4]), "found '3 entries'; expected 5 .num_hidden_layers. or more"),
+    "too few ratios": (changed(compress_ratios=[0, 0, 4]), 'found "3 entries"; expected 5 .num_hidden_layers. or more'),
     "an unknown ratio": (
         changed(compress_ratios=[0, 0, 4, 64, 4]),
         r"compress_ratios\[3\]; found 64; expected one of 0, 4, 128",
@@ -153,7 +153,7 @@ FAULTS = {
     "a block of one": (changed(quantization_config={"weight_block_size": [128]}), "weight_block_size"),
     "quantisation is text": (
         changed(quantization_config="fp8"),
-        "quantization_config; found 'fp8'; expected an object",
+        'quantization_config; found "fp8"; expected an object',
     ),
     "DSpark without layers": (changed(dspark_block_size=5), "dspark_target_layer_ids; found no such key"),
 }
