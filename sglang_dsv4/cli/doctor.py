@@ -6,10 +6,11 @@ import argparse
 import json
 import platform
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Any, NamedTuple
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from sglang_dsv4 import compat, envs
+from sglang_dsv4.cli.installed import Finding, registration
 from sglang_dsv4.errors import Dsv4Error, FlagError, HookError
 
 PACKAGES = (
@@ -22,14 +23,6 @@ PACKAGES = (
     "runai-model-streamer",
     "runai-model-streamer-s3",
 )
-
-
-class Finding(NamedTuple):
-    """One line: `ok`, `note` (worth knowing) or `stop` (a start with --model-impl sglang_dsv4 would end)."""
-
-    state: str
-    subject: str
-    text: str
 
 
 def add_parser(subparsers: Any) -> None:
@@ -52,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def versions() -> Iterator[Finding]:
+    """What is installed, and whether it is an SGLang that we support."""
     yield Finding("ok", "python", platform.python_version())
     for package in PACKAGES:
         try:
@@ -64,22 +58,6 @@ def versions() -> Iterator[Finding]:
         yield Finding("ok", "supported range", f"sglang{compat.SUPPORTED}, tested end to end on {compat.PINNED}")
     except Dsv4Error as error:
         yield Finding("stop", "supported range", error.headline())
-
-
-def allowed_plugins() -> list[str]:
-    """The plugins that SGLANG_PLUGINS restricts SGLang to; empty where it loads all."""
-    return [name.strip() for name in envs.PLUGINS.get().split(",") if name.strip()]
-
-
-def registration() -> Iterator[Finding]:
-    names = {entry.name for entry in entry_points(group="sglang.srt.plugins")}
-    if "sglang_dsv4" not in names:
-        yield Finding("stop", "entry point", "sglang.srt.plugins has no sglang_dsv4: install the package with pip")
-    allowed = allowed_plugins()
-    if allowed and "sglang_dsv4" not in allowed:
-        yield Finding("stop", envs.PLUGINS.name, f"lists {', '.join(allowed)} and leaves out sglang_dsv4: add it")
-    else:
-        yield Finding("ok", "entry point", "sglang.srt.plugins: sglang_dsv4")
 
 
 def hooks() -> Iterator[Finding]:
@@ -110,6 +88,7 @@ def hooks() -> Iterator[Finding]:
 
 
 def flags() -> Iterator[Finding]:
+    """The environment flags that are set, and those that cannot be read."""
     for flag in envs.FLAGS:
         if flag.raw() is not None:
             yield Finding("note", flag.name, f"{flag.raw()}: {flag.meaning}")
@@ -121,6 +100,7 @@ def flags() -> Iterator[Finding]:
 
 
 def device() -> Iterator[Finding]:
+    """The GPUs, or the platform that stands in for them."""
     import torch
 
     if torch.cuda.is_available():
@@ -131,6 +111,7 @@ def device() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
+    """What the conversions run on, compiled."""
     from sglang_dsv4.numerics.backend import warm_up
 
     if warm_up():
