@@ -144,7 +144,7 @@ SEAMS: tuple[Seam, ...] = (
         "sglang.srt.arg_groups.pipeline.handle_deprecated_dp_attention",
         "step",
         None,
-        "first step: raw arguments; flags, the checkpoint on disk and our version gate are checked here",
+        "first step: the launch is refused here as it was given; our version gate is here too",
         NEVER,
         "sglang_dsv4.plugin:on_first_step",
     ),
@@ -313,6 +313,7 @@ def add_step(seam: Seam) -> None:
 
 
 def steps() -> list[Seam]:
+    """The rows that wrap a step of argument resolution."""
     return [seam for seam in SEAMS if seam.kind == "step"]
 
 

@@ -1,8 +1,8 @@
 """One exception class per broken promise.
 
 Every message has the same parts: what (a tensor, a flag, a file), what was found and what was expected where that can
-be said, and always the remedy (the flag or value to use). Subclasses of `Dsv4Error` differ only in which promise was broken, so that callers
-can catch one kind; `Dsv4Error` itself is a `ValueError`.
+be said, and always the remedy (the flag or value to use). Subclasses of `Dsv4Error` differ only in which promise was
+broken, so that callers can catch one kind; `Dsv4Error` itself is a `ValueError`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import sys
 from collections.abc import Sequence
 
 PREFIX = "sglang_dsv4: "
+
+DAMAGED_TENSOR = "The tensor is damaged: download the shard again, or quantise again."
+DAMAGED_SCALE = "The scale tensor is damaged: download the shard again, or quantise again."
+FOREIGN_SCALE = "The scale belongs to another weight: download the shard again, or quantise again."
 
 
 class Dsv4Error(ValueError):

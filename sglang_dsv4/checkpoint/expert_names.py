@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-STACKS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+GATE_AND_UP = ("w1", "w3")
+"""The projections of one expert that transformers stacks and SGLang keeps in one parameter, in this order."""
+
+STACKS = {"gate_up_proj": GATE_AND_UP, "down_proj": ("w2",)}
 """Stacked tensor -> the projections whose rows it holds, in this order (transformers 5.19.0, deepseek_v4)."""
 
 _STACKED_SCALE = "_scale"
@@ -42,7 +45,7 @@ class ExpertName(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The whole name, the inverse of `expert_name`."""
+        """The whole name, the inverse of `expert_name` where the number is written the usual way (`7`, not `007`)."""
         return f"{self.module}.{self.leaf}"
 
 

@@ -19,7 +19,7 @@ from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind
 from sglang_dsv4.checkpoint.names import ranges, samples
 from sglang_dsv4.checkpoint.view import NativeView, Parts
-from sglang_dsv4.errors import LayoutError, together
+from sglang_dsv4.errors import FOREIGN_SCALE, LayoutError, together
 
 _PREFERRED_BLOCKS = (128, 32)  # V4's and V4.1's, where small shapes leave a choice
 
@@ -63,17 +63,13 @@ class DenseLayout:
     """How the other linears are stored.
 
     `formats` counts linears by format; `block` is the edge of the square FP8 block (None without FP8 linears) and
-    `scale_dtype` its label. `wo_a` gives each layer's, `mixed_wo_a` is whether they differ.
+    `scale_dtype` its label. `wo_a` gives each layer's.
     """
 
     formats: dict[Format, int]
     block: int | None
     scale_dtype: str | None
     wo_a: dict[int, Format]
-
-    @property
-    def mixed_wo_a(self) -> bool:
-        return len(set(self.wo_a.values())) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +260,7 @@ def _block(pairs: list[tuple[TensorInfo, TensorInfo]], hint: int | None, faults:
                 f"{scale.name}: the scale fits no square block that the other scales fit",
                 found=f"{list(scale.shape)} beside {list(weight.shape)}",
                 expected=f"blocks of {block}" if block else "blocks of 16 to 256",
-                remedy="The scale belongs to another weight: download the shard again, or quantise again.",
+                remedy=FOREIGN_SCALE,
                 details=samples(scale.name for _, scale in strays[1:]),
             )
         )

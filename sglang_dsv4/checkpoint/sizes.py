@@ -104,7 +104,7 @@ def target_per_stage(
     kept = config["E"] // spread.experts
     held: list[list[Weights]] = [[] for _ in range(spread.pipeline)]
     for place, at, parts in _modules(view, draft=False):
-        if ".experts.*." in place and at[-1] >= kept:
+        if _is_routed(place) and at[-1] >= kept:
             continue
         in_layer = place.startswith(_LAYERS) and at[0] < len(owners)
         held[owners[at[0]] if in_layer else 0 if place == "embed" else -1].append(measure(place, parts))
@@ -119,7 +119,7 @@ def draft_per_rank(view: NativeView, config: ModelConfigFacts, spread: Spread, c
     return _sum(
         measure(place, parts)
         for place, at, parts in _modules(view, draft=True)
-        if ".experts.*." not in place or at[-1] < kept
+        if not _is_routed(place) or at[-1] < kept
     )
 
 
@@ -128,6 +128,10 @@ def _modules(view: NativeView, draft: bool) -> Iterator[tuple[str, Indices, Part
         if place.startswith(_STAGES) == draft:
             for at, parts in group.items():
                 yield place, at, parts
+
+
+def _is_routed(place: str) -> bool:
+    return KINDS.get(place) is ModuleKind.EXPERT
 
 
 def _sum(weights: Iterator[Weights] | list[Weights]) -> Weights:

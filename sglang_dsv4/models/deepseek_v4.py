@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.models import deepseek_v4 as upstream
 
-from sglang_dsv4.models.loading.experts import prepare
+from sglang_dsv4.models.loading.known import prepare
 from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.session import load
 from sglang_dsv4.models.loading.wiring import TARGET
@@ -23,6 +23,7 @@ class DeepseekV4ForCausalLM(upstream.DeepseekV4ForCausalLM):
         self.known = known
 
     def loading_plan(self) -> Plan:
+        """What a load of this model does, which its loader asks before it opens a file."""
         return make_plan(self, TARGET)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], is_nextn: bool = False) -> None:

@@ -10,7 +10,7 @@ from sglang.srt.models import deepseek_v4_dspark as upstream
 
 from sglang_dsv4.checkpoint.modules import VocabularyPart
 from sglang_dsv4.errors import RefusedError
-from sglang_dsv4.models.loading.experts import prepare
+from sglang_dsv4.models.loading.known import prepare
 from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.session import load
 from sglang_dsv4.models.loading.wiring import DSPARK
@@ -49,6 +49,7 @@ class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
         )
 
     def loading_plan(self) -> Plan:
+        """What a load of this model does, which its loader asks before it opens a file."""
         return make_plan(self, DSPARK)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

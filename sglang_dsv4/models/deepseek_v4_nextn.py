@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.models import deepseek_v4_nextn as upstream
 
-from sglang_dsv4.models.loading.experts import prepare
+from sglang_dsv4.models.loading.known import prepare
 from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.session import load
 from sglang_dsv4.models.loading.wiring import NEXTN
@@ -37,6 +37,7 @@ class DeepseekV4ForCausalLMNextN(upstream.DeepseekV4ForCausalLMNextN):
         )
 
     def loading_plan(self) -> Plan:
+        """What a load of this model does, which its loader asks before it opens a file."""
         return make_plan(self, NEXTN)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from sglang_dsv4.errors import InexactConversionError, NumericsError
+from sglang_dsv4.errors import DAMAGED_SCALE, InexactConversionError, NumericsError
 from sglang_dsv4.numerics.backend import TORCH_ELEMENTS, Backend, flat_bytes, kernels, new_output, run_rows, uses_numba
 from sglang_dsv4.numerics.formats import (
     E2M1_VALUES,
@@ -27,7 +27,7 @@ from sglang_dsv4.numerics.formats import (
     LAST_BIT,
     LOWEST_SHIFT,
 )
-from sglang_dsv4.numerics.scales import BYTE_DTYPES, e8m0_bytes, e8m0_to_float32
+from sglang_dsv4.numerics.scales import BYTE_DTYPES, e8m0_bytes
 
 PACKED_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 
@@ -56,16 +56,12 @@ class Fp8Blocks:
     """A block-FP8 weight.
 
     weight: float8_e4m3fn [N, K]. scale: float8_e8m0fnu [ceil(N / rows), ceil(K / columns)], one power of two per block
-    as its E8M0 byte; a byte parameter takes these bytes, a float one takes `scale_float32()`. rounding: see Rounding.
+    as its E8M0 byte. rounding: see Rounding.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor
     rounding: Rounding
-
-    def scale_float32(self) -> torch.Tensor:
-        """The scale's values, float32."""
-        return e8m0_to_float32(self.scale)
 
 
 def fp4_to_fp8(
@@ -238,7 +234,7 @@ def _refuse_nan(groups: np.ndarray, block: tuple[int, int], name: str) -> None:
         f"{name}: a scale is NaN in {_place((row // block[0], group * GROUP // block[1]), block)}",
         found=f"E8M0 byte {E8M0_NAN} at row {row}, group {group}",
         expected="bytes 0 to 254",
-        remedy="The scale tensor is damaged: download the shard again, or quantise again.",
+        remedy=DAMAGED_SCALE,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dsv4.errors import NumericsError
+from sglang_dsv4.errors import DAMAGED_TENSOR, NumericsError
 from sglang_dsv4.numerics.backend import TORCH_ELEMENTS, Backend, flat_bytes, kernels, new_output, run_rows, uses_numba
 from sglang_dsv4.numerics.formats import E4M3_NAN, E4M3_VALUES
 from sglang_dsv4.numerics.scales import infer_block, scale_values
@@ -83,5 +83,5 @@ def _refuse_nan(codes: torch.Tensor, block: tuple[int, int], name: str) -> None:
         f"{(row // block[0], column // block[1])}",
         found=f"code {int(codes[row, column]):#04x} at row {row}, column {column}",
         expected="any E4M3 code but 0x7f and 0xff",
-        remedy="The tensor is damaged: download the shard again, or quantise again.",
+        remedy=DAMAGED_TENSOR,
     )

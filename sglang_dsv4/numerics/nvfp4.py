@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dsv4.errors import NumericsError
+from sglang_dsv4.errors import DAMAGED_TENSOR, FOREIGN_SCALE, NumericsError
 from sglang_dsv4.numerics.formats import E2M1_VALUES
 
 GROUP = 16
@@ -25,14 +25,14 @@ def nvfp4_to_bf16(packed: torch.Tensor, scale: torch.Tensor, *, name: str) -> to
             f"{name}: NVFP4 scales of another shape",
             found=str(list(scale.shape)),
             expected=str(list(expected)),
-            remedy="The scale belongs to another weight: download the shard again, or quantise again.",
+            remedy=FOREIGN_SCALE,
         )
     if not bool(torch.isfinite(scale).all()):
         raise NumericsError(
             f"{name}: an NVFP4 scale that is no number",
             found=str(scale[~torch.isfinite(scale)][0].item()),
             expected="finite scales",
-            remedy="The tensor is damaged: download the shard again.",
+            remedy=DAMAGED_TENSOR,
         )
     codes = packed.view(torch.uint8)
     pairs = torch.stack((codes & 15, codes >> 4), dim=-1).reshape(rows, 2 * half)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_dsv4.errors import NumericsError
+from sglang_dsv4.errors import DAMAGED_SCALE, NumericsError
 from sglang_dsv4.numerics.formats import E8M0_NAN
 
 BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
@@ -73,7 +73,7 @@ def _refuse_scale(scale: torch.Tensor, fine: torch.Tensor, name: str) -> None:
         f"{name}: block scale {position} is no number to multiply with",
         found=value,
         expected="a finite scale, zero or more",
-        remedy="The scale tensor is damaged: download the shard again, or quantise again.",
+        remedy=DAMAGED_SCALE,
     )
 
 

@@ -44,12 +44,14 @@ class Ledger:
     waiting: dict[str, tuple[str, str, torch.Tensor]] = field(default_factory=dict)
 
     def keep(self, half: Half, name: str, tensor: torch.Tensor) -> None:
+        """Let a clone of a half wait for its partner."""
         self.waiting[half.key] = (half.role, name, tensor.clone())  # the source may reuse its buffer
         self.held += tensor.nbytes
         self.clones += 1
         self.peak = max(self.peak, self.held)
 
     def release(self, key: str) -> torch.Tensor:
+        """Give up the half that waits under this key, whose partner has come."""
         tensor = self.waiting.pop(key)[2]
         self.held -= tensor.nbytes
         self.pairs += 1

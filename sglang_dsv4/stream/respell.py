@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sglang_dsv4.checkpoint.expert_names import expert_name
+from sglang_dsv4.checkpoint.expert_names import GATE_AND_UP, expert_name
 from sglang_dsv4.checkpoint.formats import SCALE_SUFFIXES
-from sglang_dsv4.errors import NumericsError, StreamError
+from sglang_dsv4.errors import DAMAGED_TENSOR, NumericsError, StreamError
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +34,6 @@ SHARED_SCALES = {
     TENSOR_SCALE: "Use another --moe-runner-backend, or quantise again with one scale for the pair.",
 }
 """Scales that SGLang keeps, always or under Marlin, once for w1 and w3 -> what to do where they differ."""
-
-PAIR = ("w1", "w3")
-"""Projections of one expert that SGLang keeps in one parameter."""
 
 
 def respell_experts(stream: Stream) -> Iterator[Named]:
@@ -68,7 +65,7 @@ def equal_pair_scales(stream: Stream, *, tensor_scale: bool) -> Iterator[Named]:
     waiting: dict[tuple[str, str], float] = {}
     for name, tensor in stream:
         expert = expert_name(name)
-        if expert is not None and expert.leaf in shared and expert.projection in PAIR and not expert.is_shared:
+        if expert is not None and expert.leaf in shared and expert.projection in GATE_AND_UP and not expert.is_shared:
             value = float(tensor)
             first = waiting.pop((expert.expert, expert.leaf), None)
             if first is None:
@@ -90,6 +87,6 @@ def _reciprocal(name: str, scale: torch.Tensor) -> torch.Tensor:
             f"{name} has no reciprocal",
             found=repr(value),
             expected="a positive number",
-            remedy="The tensor is damaged: download the shard again, or quantise again.",
+            remedy=DAMAGED_TENSOR,
         )
     return scale.reciprocal()

@@ -42,7 +42,7 @@ class DirectWriter:
         self._experts_owned = owned or converted
         self._shared_owned = owned and not paired
         self._parameters = dict(model.named_parameters())
-        self._is_own = partial(is_own, model)
+        self._is_own = partial(is_own, model, wiring=wiring)
         self._fused_shared = getattr(model, "num_fused_shared_experts", 0) > 0
         self._routed = model.config.n_routed_experts  # type: ignore[union-attr]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dsv4.errors import StreamError
+from sglang_dsv4.errors import DAMAGED_TENSOR, StreamError
 from sglang_dsv4.numerics.scales import scale_as
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,6 +50,6 @@ def _unchanged_integers(name: str, tensor: torch.Tensor, target: torch.dtype) ->
             f"{name} holds numbers that its parameter cannot",
             found=f"{tensor.dtype} values such as {tensor[narrow != tensor][0].item()}",
             expected=f"values that fit {target}",
-            remedy="The tensor is damaged: download the shard again.",
+            remedy=DAMAGED_TENSOR,
         )
     return narrow

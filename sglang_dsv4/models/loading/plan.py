@@ -57,6 +57,7 @@ class Plan:
 
     @property
     def converts_experts(self) -> bool:
+        """Whether packed FP4 experts become block FP8."""
         return self.experts.converts
 
     def cut(self, name: str, tensor: torch.Tensor) -> Cut | None:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.checkpoint.modules import ModelKind, VocabularyPart
+from sglang_dsv4.checkpoint.modules import ModelKind
 from sglang_dsv4.checkpoint.names import collapse
 from sglang_dsv4.models.loading.dtypes import as_stored
-from sglang_dsv4.models.loading.wiring import FUSED_EXPERTS
+from sglang_dsv4.models.loading.wiring import FUSED_EXPERTS, Wiring
 
 if TYPE_CHECKING:
     import torch
@@ -32,27 +32,24 @@ NOT_FROM_THE_CHECKPOINT: tuple[tuple[str, tuple[ModelKind, ...], str], ...] = (
 WrittenPart = tuple[int | None, str | int | None]
 """(expert number, shard id) of one write; (None, None) for a parameter that is written whole."""
 
-VOCABULARY_PARAMETERS: dict[VocabularyPart, str] = {"embed": "embed_tokens.weight", "head": "lm_head.weight"}
-"""What a draft may bring itself -> how the name of the parameter ends that holds it."""
 
-
-def may_stay_unwritten(model: Any, name: str, kind: ModelKind) -> bool:
+def may_stay_unwritten(model: Any, name: str, wiring: Wiring) -> bool:
     """Whether a parameter of this class is listed in NOT_FROM_THE_CHECKPOINT, and the checkpoint has none for it."""
-    listed = any(part in name and kind in kinds for part, kinds, _ in NOT_FROM_THE_CHECKPOINT)
-    return listed and not is_own(model, name)
+    listed = any(part in name and wiring.kind in kinds for part, kinds, _ in NOT_FROM_THE_CHECKPOINT)
+    return listed and not is_own(model, name, wiring)
 
 
-def is_own(model: Any, name: str) -> bool:
+def is_own(model: Any, name: str, wiring: Wiring) -> bool:
     """Whether a parameter is the embedding or head that a draft brings itself, and so is not lent it."""
-    return any(name.endswith(VOCABULARY_PARAMETERS[part]) for part in model.known.own)
+    return any(name == wiring.vocabulary_parameter(part) for part in model.known.own)
 
 
 class WriteProof:
     """Records, for one load of one model, which part of which parameter was written."""
 
-    def __init__(self, model: torch.nn.Module, kind: ModelKind) -> None:
+    def __init__(self, model: torch.nn.Module, wiring: Wiring) -> None:
         self._model = model
-        self._kind = kind
+        self._wiring = wiring
         self._parameters = dict(model.named_parameters())
         self._modules = dict(model.named_modules())  # upstream moves some of V4.1's when it has loaded them
         self._first_fp4_shared = _first_fp4_shared(model)
@@ -107,7 +104,7 @@ class WriteProof:
         """Every parameter, or part of one, that was not written and should have been; indices collapsed."""
         holes: list[str] = []
         for name in self._parameters:
-            if may_stay_unwritten(self._model, name, self._kind):
+            if may_stay_unwritten(self._model, name, self._wiring):
                 continue
             owner, _, leaf = name.rpartition(".")
             expected = _expected_parts(self._modules.get(owner), leaf)

@@ -108,9 +108,9 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
         return hashlib.sha256(data.numpy().data).hexdigest()
 
     plan = getattr(model, "loading_plan", None)
-    kind = plan().wiring.kind if plan is not None else None
+    wiring = plan().wiring if plan is not None else None
     parameters = sorted(model.named_parameters())
-    skipped = (name for name, _ in parameters if kind is not None and may_stay_unwritten(model, name, kind))
+    skipped = (name for name, _ in parameters if wiring is not None and may_stay_unwritten(model, name, wiring))
     left_out = frozenset(skipped)
     return {name: digest(value) for name, value in parameters if name not in left_out}
 

@@ -56,6 +56,7 @@ class LoadReport:
             yield item
 
     def spend(self, stage: str, seconds: float) -> None:
+        """Add to the time of a stage."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
     @property
@@ -82,6 +83,7 @@ class LoadReport:
         return [*self.decisions, *self.fallbacks, *lines]
 
     def as_json(self) -> dict[str, Any]:
+        """The same for `load --json`: bytes, seconds, counts."""
         return {
             "model": self.model,
             "source": self.source,

@@ -12,7 +12,7 @@ from sglang_dsv4 import envs
 from sglang_dsv4.compat import RUNAI_MARK
 from sglang_dsv4.errors import PREFIX, Dsv4Error, IncompleteLoadError, show
 from sglang_dsv4.models.loading.direct import DirectWriter, hidden_from_upstream
-from sglang_dsv4.models.loading.experts import filled_without_us, model_path, vocabulary
+from sglang_dsv4.models.loading.known import filled_without_us, model_path, vocabulary
 from sglang_dsv4.models.loading.plan import Plan, make_plan, taking_sharded
 from sglang_dsv4.models.loading.proof import WriteProof
 from sglang_dsv4.models.loading.reload import stored_wo_a_scales
@@ -49,7 +49,7 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
     source = take_pending(model)  # first: what fails below must not leave it to a later update
     plan = make_plan(model, wiring)
     report = LoadReport(type(model).__name__, decisions=[plan.experts.describe()])
-    proof = WriteProof(model, wiring.kind)
+    proof = WriteProof(model, wiring)
     started = time.perf_counter()
     try:
         stream = source.tensors(plan, report) if source is not None else unplanned(weights, plan, report)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_dsv4.checkpoint.expert_names import ExpertName
-from sglang_dsv4.checkpoint.modules import OWN_VOCABULARY, ModelKind
+from sglang_dsv4.checkpoint.expert_names import GATE_AND_UP, ExpertName
+from sglang_dsv4.checkpoint.modules import OWN_VOCABULARY, ModelKind, VocabularyPart
 
 MODULES = {"attn": "self_attn", "ffn": "mlp"}
 """Native path part -> module name of the two sub-layers."""
 
-FUSED_EXPERTS = {"w13": ("w1", "w3"), "w2": ("w2",)}
+FUSED_EXPERTS = {"w13": GATE_AND_UP, "w2": ("w2",)}
 """Expert parameter -> the projections that it holds of each expert; a projection is also SGLang's shard id."""
 
 FUSED = {
@@ -79,7 +79,11 @@ class Wiring:
         """The parameter of a draft's own embedding or head: "mtp.0.head.weight" -> "lm_head.weight"; else None."""
         root, _, rest = native.removesuffix(".weight").partition(".")
         which = OWN_VOCABULARY.get(rest.partition(".")[2]) if root == self.native == "mtp" else None
-        return None if which is None else f"{self.embedding if which == 'embed' else self.head}.weight"
+        return None if which is None else self.vocabulary_parameter(which)
+
+    def vocabulary_parameter(self, part: VocabularyPart) -> str:
+        """The parameter that holds the embedding or the head: "head" -> "lm_head.weight"."""
+        return f"{self.embedding if part == 'embed' else self.head}.weight"
 
 
 TARGET = Wiring("target", "layers", "model.layers.{}", "model.embed_tokens")
