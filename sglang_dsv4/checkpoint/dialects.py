@@ -43,17 +43,10 @@ STAGE_SPELLINGS = {
 }
 """Native place in a draft stage -> other spellings, read in every dialect; V4.1 writes the Markov ones."""
 
-_CONTAINERS = (
-    *("attn", "attn.compressor", "attn.indexer", "attn.indexer.compressor"),
-    *("ffn", "ffn.gate", "ffn.experts", "ffn.experts.*", "ffn.shared_experts"),
-)
-"""Places that hold others: quantisation configs name these too."""
-
 _TRANSFORMERS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     **{f"hc_{site}_{part}": f"{site}_hc.{part}" for site in ("attn", "ffn") for part in ("fn", "base", "scale")},
-    "attn": "self_attn",
     "attn.wq_a": "self_attn.q_a_proj",
     "attn.q_norm": "self_attn.q_a_norm",
     "attn.wq_b": "self_attn.q_b_proj",
@@ -62,24 +55,19 @@ _TRANSFORMERS = {
     "attn.wo_a": "self_attn.o_a_proj",
     "attn.wo_b": "self_attn.o_b_proj",
     "attn.attn_sink": "self_attn.sinks",
-    "attn.compressor": "self_attn.compressor",
     "attn.compressor.wkv": "self_attn.compressor.kv_proj",
     "attn.compressor.wgate": "self_attn.compressor.gate_proj",
     "attn.compressor.norm": "self_attn.compressor.kv_norm",
     "attn.compressor.ape": "self_attn.compressor.position_bias",
-    "attn.indexer": "self_attn.compressor.indexer",  # nested the other way round
-    "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj",
+    "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj",  # nested the other way round
     "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj",
     "attn.indexer.compressor.wkv": "self_attn.compressor.indexer.kv_proj",
     "attn.indexer.compressor.wgate": "self_attn.compressor.indexer.gate_proj",
     "attn.indexer.compressor.norm": "self_attn.compressor.indexer.kv_norm",
     "attn.indexer.compressor.ape": "self_attn.compressor.indexer.position_bias",
-    "ffn": "mlp",
     "ffn.gate": "mlp.gate",
     "ffn.gate.bias": "mlp.gate.e_score_correction_bias",
     "ffn.gate.tid2eid": "mlp.gate.tid2eid",
-    "ffn.experts": "mlp.experts",
-    "ffn.experts.*": "mlp.experts.*",
     "ffn.experts.*.w1": "mlp.experts.*.gate_proj",
     "ffn.experts.*.w2": "mlp.experts.*.down_proj",
     "ffn.experts.*.w3": "mlp.experts.*.up_proj",
@@ -87,7 +75,6 @@ _TRANSFORMERS = {
     "ffn.experts.gate_up_proj_scale": "mlp.experts.gate_up_proj_scale_inv",
     "ffn.experts.down_proj": "mlp.experts.down_proj",
     "ffn.experts.down_proj_scale": "mlp.experts.down_proj_scale_inv",
-    "ffn.shared_experts": "mlp.shared_experts",
     "ffn.shared_experts.w1": "mlp.shared_experts.gate_proj",
     "ffn.shared_experts.w2": "mlp.shared_experts.down_proj",
     "ffn.shared_experts.w3": "mlp.shared_experts.up_proj",
@@ -96,13 +83,9 @@ _TRANSFORMERS = {
 
 def _below_self_attn_and_mlp() -> dict[str, str]:
     """Native leaves below transformers' containers: what DeepSeek's convert.py takes as its input."""
-    places = {row.place for prefix, row in all_modules() if prefix == "layers.*."} | set(_CONTAINERS)
     heads = {"attn": "self_attn", "ffn": "mlp"}
-    table = {
-        place: f"{heads[place.split('.')[0]]}{place[len(place.split('.')[0]) :]}"
-        for place in places
-        if place.split(".")[0] in heads
-    }
+    places = {row.place: row.place.partition(".") for prefix, row in all_modules() if prefix == "layers.*."}
+    table = {place: f"{heads[head]}.{rest}" for place, (head, _, rest) in places.items() if head in heads}
     return table | {"ffn.gate.bias": "mlp.gate.e_score_correction_bias"}
 
 
@@ -140,16 +123,9 @@ class Dialect:
     @cached_property
     def _written(self) -> dict[str, tuple[str, bool]]:
         """Native place template -> (this dialect's, whether it is a whole tensor name)."""
-        table: dict[str, tuple[str, bool]] = {}
-        for prefix, row in all_modules():
-            table[prefix + row.place] = (self._spell(prefix, row.place), row.kind in _WHOLE)
-        for prefix in ("layers.*.", "mtp.*."):
-            table |= {
-                prefix + place: (self._spell(prefix, place), False)
-                for place in _CONTAINERS
-                if prefix + place not in table
-            }
-        return table
+        return {
+            prefix + row.place: (self._spell(prefix, row.place), row.kind in _WHOLE) for prefix, row in all_modules()
+        }
 
     def _spell(self, prefix: str, place: str) -> str:
         if not prefix:
@@ -225,43 +201,6 @@ class Dialect:
         if suffix:
             own = f"{own}.{self._scale_suffix(place) if suffix == 'scale' else suffix}"
         return join_indices(own, indices)
-
-    def quant_key_to_native(self, key: str) -> str:
-        """A module name, glob or `re:` pattern of a quantisation config, by the rules of tensor names.
-
-        `model.layers.3.self_attn` becomes `layers.3.attn`, `*.self_attn.*` becomes `*.attn.*`, and
-        `re:model\\.layers\\.\\d+\\.mlp` becomes `re:layers\\.\\d+\\.ffn`. A key that names no known place is kept.
-        """
-        regex = key.startswith("re:")
-        dot = "\\." if regex else "."
-        parts = key[3:].split(dot) if regex else key.split(dot)
-        tail = ""
-        if regex and parts[-1].endswith(".*"):
-            parts[-1], tail = parts[-1].removesuffix(".*"), ".*"
-        stars = ("*", ".*")
-        lead = parts[: _leading(parts, stars)]
-        trail = parts[len(parts) - _leading(parts[::-1], stars) :] if len(lead) < len(parts) else []
-        core = parts[len(lead) : len(parts) - len(trail)]
-        indices = [part for part in core if _is_index(part)]
-        native = self._native_place(".".join("*" if _is_index(part) else part for part in core), bare=bool(lead))
-        if native is None or native.count("*") != len(indices):
-            return key
-        spelled = [part if part != "*" else indices.pop(0) for part in native.split(".")]
-        return ("re:" if regex else "") + dot.join([*lead, *spelled, *trail]) + tail
-
-    def _native_place(self, template: str, *, bare: bool) -> str | None:
-        if template in self._read:
-            return self._read[template][0]
-        inside = self._read.get(f"{self._layers}.{template}") if bare else None
-        return inside[0].removeprefix("layers.*.") if inside else None
-
-
-def _leading(parts: list[str], stars: tuple[str, ...]) -> int:
-    return next((n for n, part in enumerate(parts) if part not in stars), len(parts))
-
-
-def _is_index(part: str) -> bool:
-    return part.isdigit() or part in ("*", "\\d+", "(\\d+)", "[0-9]+")
 
 
 def _other_spellings(native: str) -> Iterable[str]:

@@ -171,32 +171,3 @@ def test_no_dialect(names, found, samples):
 def test_a_few_strangers_do_not_hide_the_dialect():
     names = [*spec_of("transformers_saved_hybrid"), "model.layers.0.attn.stranger.weight"]
     assert detect_dialect(names) is HYBRID
-
-
-@pytest.mark.parametrize(
-    ("dialect", "key", "native"),
-    [
-        (NATIVE, "layers.3.ffn.experts", "layers.3.ffn.experts"),
-        (NATIVE, "*.attn.*", "*.attn.*"),
-        (NATIVE, "mtp.*", "mtp.*"),
-        (NATIVE, "model.mtp.0.ffn.experts", "mtp.0.ffn.experts"),
-        (TRANSFORMERS, "model.layers.3.self_attn", "layers.3.attn"),
-        (TRANSFORMERS, "model.layers.3.self_attn.o_a_proj", "layers.3.attn.wo_a"),
-        (TRANSFORMERS, "model.layers.3.mlp.experts.5.gate_proj", "layers.3.ffn.experts.5.w1"),
-        (TRANSFORMERS, "*.self_attn.*", "*.attn.*"),
-        (TRANSFORMERS, "*.mlp.shared_experts.*", "*.ffn.shared_experts.*"),
-        (TRANSFORMERS, "lm_head", "head"),
-        (
-            TRANSFORMERS,
-            r"re:model\.layers\.\d+\.mlp\.experts\.\d+\.down_proj",
-            r"re:layers\.\d+\.ffn\.experts\.\d+\.w2",
-        ),
-        (TRANSFORMERS, r"re:.*\.self_attn\.q_a_proj", r"re:.*\.attn.wq_a".replace(".wq", r"\.wq")),
-        (QUARK, r"re:mtp\.0\.ffn\.experts\.\d+\.w1", r"re:mtp\.0\.ffn\.experts\.\d+\.w1"),
-        (TRANSFORMERS, "re:.*(q_proj|k_proj)$", "re:.*(q_proj|k_proj)$"),
-        (TRANSFORMERS, "Linear", "Linear"),
-        (TRANSFORMERS, "*", "*"),
-    ],
-)
-def test_quantisation_config_keys_follow_the_same_rules(dialect, key, native):
-    assert dialect.quant_key_to_native(key) == native

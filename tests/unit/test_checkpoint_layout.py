@@ -74,7 +74,6 @@ def test_public_layouts(layout, group):
     assert (found.target_dense.block, found.target_dense.scale_dtype) == (block, dense_scales)
     layers = grammar.grammar()["dims"][dims]["NL"]
     assert found.target_dense.wo_a == dict.fromkeys(range(layers), wo_a)
-    assert not found.target_dense.mixed_wo_a
     assert found.draft.format is draft
     assert found.draft_kind is DraftKind(kind)
     assert found.stages == {"none": 0, "mtp": 1, "dspark": 3}[kind]
@@ -180,7 +179,6 @@ def test_wo_a_may_differ_per_layer():
     del spec["layers.2.attn.wo_a.scale"]
     spec["layers.2.attn.wo_a.weight"] = ("BF16", spec["layers.2.attn.wo_a.weight"][1])
     dense = detect_layout(view(spec)).target_dense
-    assert dense.mixed_wo_a
     assert dense.wo_a == {0: F.FP8, 1: F.FP8, 2: F.BF16, 3: F.FP8, 4: F.FP8}
 
 

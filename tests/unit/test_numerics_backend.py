@@ -25,7 +25,7 @@ weight = torch.arange(64, dtype=torch.uint8).repeat(2, 1).view(torch.float8_e4m3
 print(fp8_to_bf16(weight, torch.full((1, 1), 0.5), (128, 128), name="w")[0, 56].item())
 packed = torch.full((1, 16), 0x72, dtype=torch.uint8)
 fp8 = fp4_to_fp8(packed, torch.tensor([[127]], dtype=torch.uint8), (128, 128), name="w")
-print(fp8.weight.float()[0, :2].tolist(), fp8.scale_float32().item())
+print(fp8.weight.float()[0, :2].tolist(), fp8.scale.float().item())
 print(backend.warm_up())
 """
 CONVERTED = "0.5\n[64.0, 384.0] 0.015625\n"

@@ -161,7 +161,6 @@ def test_scales_below_the_usual_headroom_are_exact(backend: str, largest: int):
     result = convert(packed, scale, backend=backend)
     assert_exact(result, packed, scale)
     assert result.scale.view(torch.uint8).item() == 0
-    assert result.scale_float32().item() == 2.0**-127
 
 
 @backends
