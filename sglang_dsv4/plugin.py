@@ -10,6 +10,7 @@ does end the start, and a failure in a child ends that child by SystemExit, whic
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -27,13 +28,6 @@ OLDER_GATES = (
     "sglang.srt.server_args.ServerArgs.__post_init__",
 )
 """Where a release without our resolution steps (0.5.21 and older) is refused: on the command line, in Engine(...)."""
-
-CLASSES = {
-    "DeepseekV4ForCausalLM": "sglang_dsv4.models.deepseek_v4",
-    "DeepseekV4ForCausalLMNextN": "sglang_dsv4.models.deepseek_v4_nextn",
-    "DeepseekV4ForCausalLMDSpark": "sglang_dsv4.models.deepseek_v4_dspark",
-}
-"""Architecture -> the module whose class of the same name we build."""
 
 
 def register() -> None:
@@ -108,16 +102,18 @@ def choose_class(result: tuple[type, str], model_config: Any) -> tuple[type, str
     """AFTER get_model_architecture: our class of the same name, when the model config asks for our implementation."""
     if model_config.model_impl != compat.MODEL_IMPL:
         return None
+    from sglang_dsv4.decisions.hf_config import MODELS
+
     architecture = result[1]
-    if architecture not in CLASSES:
+    if architecture not in MODELS:
         raise UnknownArchitectureError(
             f"--model-impl {compat.MODEL_IMPL} does not know this architecture",
             found=architecture,
-            expected=" or ".join(CLASSES),
+            expected=" or ".join(MODELS),
             remedy="Drop --model-impl sglang_dsv4 for this model.",
         )
-    module = __import__(CLASSES[architecture], fromlist=[architecture])
-    return getattr(module, architecture), architecture
+    _, module = MODELS[architecture]
+    return getattr(importlib.import_module(f"{compat.EXTERNAL_PACKAGE}.{module}"), architecture), architecture
 
 
 def _refuse_when_asked() -> None:

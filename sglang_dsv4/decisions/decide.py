@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from sglang_dsv4 import envs
+from sglang_dsv4.checkpoint.layout import DraftKind
 from sglang_dsv4.decisions import drafts, fp4, moe_backends
-from sglang_dsv4.decisions.drafts import DraftKind, Speculation
+from sglang_dsv4.decisions.drafts import Speculation
 from sglang_dsv4.decisions.fp4 import ExpertDecision, ExpertFacts
 from sglang_dsv4.decisions.moe_backends import Case
 from sglang_dsv4.decisions.moe_names import CUDA, DEQUANT, RUNNERS, Ep, Rocm
@@ -70,7 +71,7 @@ class Inputs:
     sizes: Sizes
     arch: str
     draft: ExpertFacts | None = None
-    draft_kind: DraftKind = "none"
+    draft_kind: DraftKind = DraftKind.NONE
     draft_experts: int | None = None
     quant_method: str | None = "fp8"
     draft_quant_method: str | None = "fp8"

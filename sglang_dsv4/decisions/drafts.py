@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
+from sglang_dsv4.checkpoint.layout import DraftKind
 from sglang_dsv4.decisions.verdict import Refusal
-
-DraftKind = Literal["none", "mtp", "dspark"]
 
 ALGORITHMS = (
     "EAGLE",
@@ -27,7 +25,7 @@ ALGORITHMS = (
 )
 """--speculative-algorithm as SGLang 0.5.23 accepts it (srt/speculative/spec_info.py:39, plus its alias NEXTN)."""
 
-ALGORITHM_OF: dict[str, str] = {"mtp": "EAGLE", "dspark": "DSPARK"}
+ALGORITHM_OF = {DraftKind.MTP: "EAGLE", DraftKind.DSPARK: "DSPARK"}
 """The one algorithm for each kind of draft. SGLang takes MTP under the name EAGLE, in capitals: its V4 check runs
 before NEXTN is translated (srt/arg_groups/deepseek_v4_hook.py:149)."""
 
@@ -69,7 +67,7 @@ def algorithm_refusals(spec: Speculation, kind: DraftKind, *, v41: bool = False)
         remedy = "Leave it out, or name a draft with --speculative-draft-model-path."
         yield Refusal("draft-missing", f"{flag} needs a draft", found="no mtp.* tensors", remedy=remedy)
     elif _FOR_V4[asked.upper()] != fitting:
-        yield Refusal("draft-kind", f"{flag} does not fit the draft", found=f"a draft of kind {kind}", remedy=use)
+        yield Refusal("draft-kind", f"{flag} does not fit the draft", found=f"a draft of kind {kind.value}", remedy=use)
     elif asked != fitting:
         yield Refusal("draft-name", f"{flag}: SGLang's check for V4 knows this algorithm by another name", remedy=use)
     elif v41 and fitting == "EAGLE":

@@ -141,7 +141,7 @@ def inputs_of(
         sizes=sizes_of(config, layout),
         arch=arch,
         draft=expert_facts(draft_layout.draft, draft_config) if has_draft else None,
-        draft_kind=draft_layout.draft_kind.value,
+        draft_kind=draft_layout.draft_kind,
         draft_experts=dspark.n_routed_experts if dspark is not None else None,
         quant_method=config.quant.method if fits is None else fits.target.method,
         draft_quant_method=draft_config.quant.method if fits is None or fits.draft is None else fits.draft.method,

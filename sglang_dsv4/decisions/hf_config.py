@@ -22,11 +22,12 @@ from sglang_dsv4.errors import PREFIX, HookError
 
 logger = logging.getLogger(__name__)
 
-KINDS: dict[str, ModelKind] = {
-    "DeepseekV4ForCausalLM": "target",
-    "DeepseekV4ForCausalLMNextN": "nextn",
-    "DeepseekV4ForCausalLMDSpark": "dspark",
+MODELS: dict[str, tuple[ModelKind, str]] = {
+    "DeepseekV4ForCausalLM": ("target", "deepseek_v4"),
+    "DeepseekV4ForCausalLMNextN": ("nextn", "deepseek_v4_nextn"),
+    "DeepseekV4ForCausalLMDSpark": ("dspark", "deepseek_v4_dspark"),
 }
+"""Architecture -> which of the three models it is, and which module of `sglang_dsv4.models` has our class."""
 
 ADAPTED = "dsv4_adapted"
 """Attribute of a Transformers config that `adapt` has gone over."""
@@ -63,7 +64,8 @@ def adapt(_result: None, model_config: Any) -> None:
     if model_config.model_impl != MODEL_IMPL or ARCHITECTURES.get(architecture) != "v4":
         return
     path = getattr(model_config, "model_weights", None) or model_config.model_path
-    changes = facts_at(path, model_config.revision).changes(KINDS[architecture])
+    kind, _ = MODELS[architecture]
+    changes = facts_at(path, model_config.revision).changes(kind)
     for key, value in changes.items():
         setattr(config, key, value)
     setattr(config, ADAPTED, True)

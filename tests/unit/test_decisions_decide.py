@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 
+from sglang_dsv4.checkpoint.layout import DraftKind
 from sglang_dsv4.decisions import arch
 from sglang_dsv4.decisions.decide import Flags, Inputs, decide
 from sglang_dsv4.decisions.drafts import Speculation
@@ -114,7 +115,7 @@ GRID = [
         ranks=Ranks(tp, a2a=a2a),
         flags=Flags(experts=experts, dequant=dequant),
         draft=DRAFT,
-        draft_kind="dspark",
+        draft_kind=DraftKind.DSPARK,
         speculation=Speculation(algorithm),
     )
     for target, device, runner, tp, a2a, experts, dequant, algorithm in itertools.product(
@@ -140,7 +141,7 @@ def test_what_is_suggested_works_and_stays_when_nothing_is_wrong():
 
 
 def test_a_suggestion_keeps_ranks_and_draft_where_it_can():
-    wrong = launch(FP8, draft=DRAFT, draft_kind="dspark", ranks=Ranks(8), speculation=Speculation("EAGLE"))
+    wrong = launch(FP8, draft=DRAFT, draft_kind=DraftKind.DSPARK, ranks=Ranks(8), speculation=Speculation("EAGLE"))
     better = nearest(wrong)
     assert (better.speculation.algorithm, better.ranks.tp, better.flags.dequant) == ("DSPARK", 8, True)
     wide = nearest(launch(sizes=PRO, ranks=Ranks(16), flags=Flags(dequant=True)))
@@ -149,7 +150,7 @@ def test_a_suggestion_keeps_ranks_and_draft_where_it_can():
 
 def test_a_suggestion_does_not_swap_one_refusal_for_another():
     nvfp4 = ExpertFacts("nvfp4", "layers.0.ffn.experts.0.w1.weight", "U8")
-    wrong = launch(nvfp4, draft=DRAFT, draft_kind="mtp", ranks=Ranks(8), speculation=Speculation("EAGLE", 1, 1))
+    wrong = launch(nvfp4, draft=DRAFT, draft_kind=DraftKind.MTP, ranks=Ranks(8), speculation=Speculation("EAGLE", 1, 1))
     assert codes(wrong) == ["moe-backend"]
     assert nearest(wrong).speculation.algorithm is None
     rocm = nearest(launch(arch="gfx950", runner="marlin", ranks=Ranks(16, a2a="deepep"), flags=Flags(experts=False)))

@@ -7,6 +7,7 @@ import ast
 import pytest
 import sglang_source
 
+from sglang_dsv4.checkpoint.layout import DraftKind
 from sglang_dsv4.decisions import drafts
 from sglang_dsv4.decisions.decide import Flags, Inputs, decide
 from sglang_dsv4.decisions.drafts import Speculation
@@ -28,12 +29,12 @@ DSPARK = Speculation("DSPARK")
 
 
 def launch(target, draft, spec, arch="sm90", kind=None, **options):
-    kind = kind or ("dspark" if spec.algorithm == "DSPARK" else "mtp")
+    kind = kind or (DraftKind.DSPARK if spec.algorithm == "DSPARK" else DraftKind.MTP)
     return decide(
         Inputs(
             target=TARGET[target],
             draft=DRAFT.get(draft),
-            draft_kind=kind if draft else "none",
+            draft_kind=kind if draft else DraftKind.NONE,
             sizes=FLASH,
             arch=arch,
             speculation=spec,
@@ -57,11 +58,11 @@ def test_algorithm_names_are_sglangs():
     assert set(drafts.ALGORITHMS) == members | set(aliases)
 
 
-@pytest.mark.parametrize("kind", ["none", "mtp", "dspark"])
+@pytest.mark.parametrize("kind", DraftKind)
 @pytest.mark.parametrize("algorithm", [None, *drafts.ALGORITHMS, "eagle", "dspark", "MINE"])
 def test_every_kind_with_every_algorithm(kind, algorithm):
-    fits = {("mtp", "EAGLE"), ("dspark", "DSPARK")}
-    right = {"mtp": "EAGLE", "dspark": "DSPARK"}.get(kind)
+    fits = {(DraftKind.MTP, "EAGLE"), (DraftKind.DSPARK, "DSPARK")}
+    right = dict(fits).get(kind)
     found = list(drafts.algorithm_refusals(Speculation(algorithm, eagle_topk=1, num_steps=1), kind))
     if algorithm is None or (kind, algorithm) in fits:
         assert found == []
@@ -76,12 +77,14 @@ def test_every_kind_with_every_algorithm(kind, algorithm):
 
 @pytest.mark.parametrize("options", [{}, {"eagle_topk": 1}, {"num_steps": 3}, {"eagle_topk": 4, "num_steps": 3}])
 def test_eagle_needs_its_options_spelled_out(options):
-    (refusal,) = drafts.algorithm_refusals(Speculation("EAGLE", **options), "mtp")
+    (refusal,) = drafts.algorithm_refusals(Speculation("EAGLE", **options), DraftKind.MTP)
     assert "--speculative-eagle-topk 1" in refusal.remedy
 
 
 def test_v41_has_no_eagle():
-    assert [refusal.code for refusal in drafts.algorithm_refusals(EAGLE, "mtp", v41=True)] == ["draft-algorithm"]
+    assert [refusal.code for refusal in drafts.algorithm_refusals(EAGLE, DraftKind.MTP, v41=True)] == [
+        "draft-algorithm"
+    ]
 
 
 def test_a_packed_draft_beside_an_fp8_target_gets_a_runner_of_its_own():
