@@ -120,7 +120,7 @@ def fit(held: Held, kind: ModelKind) -> Fit:
             plain.append(group.path)
         elif any(group.plain.values()):
             refusals.append(group.refusal())
-        elif len(group.byte_scales) == 2:
+        elif group.mixes_scales:
             refusals.append(group.scale_refusal())
     section = _section(held.config, dense, experts)
     if plain:
@@ -151,13 +151,13 @@ def _section(config: ModelConfigFacts, dense: DenseLayout, experts: ExpertLayout
 class _Group(NamedTuple):
     """One module of SGLang's: its path, and for each native place that it is made of whether SGLang gets it in BF16.
 
-    byte_scales: of one that SGLang concatenates, whether the scales are E8M0 bytes; both where some are.
+    mixes_scales: whether SGLang would have to concatenate E8M0 bytes and floats.
     """
 
     path: str
     layer: str
     plain: Mapping[str, bool]
-    byte_scales: frozenset[bool] = frozenset()
+    mixes_scales: bool = False
 
     def refusal(self) -> Refusal:
         unquantised = ", ".join(place for place, is_plain in self.plain.items() if is_plain)
@@ -188,8 +188,8 @@ def _groups(view: NativeView, kind: ModelKind) -> Iterator[_Group]:
         for layer in sorted({layer for found in forms.values() for layer in found}):
             plain = {place: found[layer] in PLAIN for place, found in forms.items() if layer in found}
             parent = "model" if module in BESIDE_THE_LAYER else LAYERS[kind].format(layer)
-            byte_scales = _byte_scales(view, [prefix + place for place in places], layer) if module in FUSED else ()
-            yield _Group(f"{parent}.{module}", prefix.replace("*.", str(layer)), plain, frozenset(byte_scales))
+            mixes = module in FUSED and _mixes_scales(view, [prefix + place for place in places], layer)
+            yield _Group(f"{parent}.{module}", prefix.replace("*.", str(layer)), plain, mixes)
 
 
 def _forms(view: NativeView, place: str) -> dict[int, Format]:
@@ -198,9 +198,11 @@ def _forms(view: NativeView, place: str) -> dict[int, Format]:
     }
 
 
-def _byte_scales(view: NativeView, places: list[str], layer: int) -> set[bool]:
+def _mixes_scales(view: NativeView, places: list[str], layer: int) -> bool:
+    """Whether these linears of one layer have scales of two kinds, E8M0 bytes and floats."""
     parts = (view.place(place).get((layer,), {}) for place in places)
-    return {info.dtype == "F8_E8M0" for group in parts for suffix, info in group.items() if role(suffix) == "scale"}
+    scales = [info for group in parts for suffix, info in group.items() if role(suffix) == "scale"]
+    return len({info.dtype == "F8_E8M0" for info in scales}) == 2
 
 
 def _rule(parts: Parts) -> Rule | None:

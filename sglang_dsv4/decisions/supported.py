@@ -36,7 +36,7 @@ ROWS = (
     Row("W4A16 (compressed-tensors, AutoRound, GPTQ)", (Format.W4A16, Format.GPTQ), "", "experts-format"),
     Row("W4AFP8", (Format.W4AFP8,), "", "experts-format"),
     Row("attention or shared experts in such a format", (), "", "dense-format"),
-    Row("half of a fused module quantised", (), "", "mixed-fusion"),
+    Row("half of a fused module quantised, or its scales of two kinds", (), "", "mixed-fusion"),
     Row("DeepSeek's inference format (one file per rank)", (), "", "IndexMismatchError"),
     Row("GGUF, expert packs, .bin files", (), "", "CheckpointNotFoundError"),
 )

@@ -6,7 +6,7 @@ from sglang_dsv4 import errors
 from sglang_dsv4.checkpoint.formats import Format
 from sglang_dsv4.decisions.fp4 import ExpertFacts, decide_experts
 from sglang_dsv4.decisions.gather import EXPERTS_OF
-from sglang_dsv4.decisions.layouts import ROWS
+from sglang_dsv4.decisions.supported import ROWS
 
 LISTED = [(row, form) for row in ROWS for form in row.experts]
 
