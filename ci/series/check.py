@@ -221,7 +221,7 @@ def main() -> int:
             regressions.check(args.upstream_tests[0], Path(args.upstream_tests[1]))
         else:
             run(args)
-    except RuntimeError as error:
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"ci/check-patches: {error}", file=sys.stderr)
         return 1
     print(f"done in {time.monotonic() - started:.0f} s")

@@ -22,7 +22,7 @@ from pathlib import Path
 from lint import Patch, names
 from releases import ROOT, wheel
 
-OLD_RELEASE = '''"""An older release registers configurations that a newer transformers has of its own."""
+PLUGIN_SOURCE = '''"""An older release registers configurations that a newer transformers has of its own."""
 
 from transformers.models.auto import auto_factory, configuration_auto
 
@@ -33,7 +33,8 @@ for registry in (configuration_auto._LazyConfigMapping, auto_factory._LazyAutoMa
 
     registry.register = register
 '''
-OLD_RELEASE_PLUGIN = "allow_own_configurations"
+PLUGIN = "allow_own_configurations"
+"""For pytest, beside every release that `release` unpacks; no effect on one that suits the installed transformers."""
 QUIET = ("-q", "-rfE", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-c", os.devnull, "-W", "ignore")
 
 
@@ -74,7 +75,7 @@ def release(version: str, code: bool) -> Iterator[Path]:
         with zipfile.ZipFile(wheel(version, Path(scratch))) as archive:
             archive.extractall(folder, (name for name in archive.namelist() if name.startswith("sglang/")))
         apply(folder, series(version), code)
-        (folder / f"{OLD_RELEASE_PLUGIN}.py").write_text(OLD_RELEASE)
+        (folder / f"{PLUGIN}.py").write_text(PLUGIN_SOURCE)
         yield folder
 
 
@@ -141,7 +142,7 @@ def check_tests(version: str) -> None:
     for code in (True, False):
         with release(version, code) as folder:
             tests = added_tests(folder)
-            output = run(folder, tests, options=("-p", OLD_RELEASE_PLUGIN))
+            output = run(folder, tests, options=("-p", PLUGIN))
         fine = passed(output) if code else not without_failure(output, tests)
         if not fine:
             raise RuntimeError(f"{output}\nsglang {version}, {'patched' if code else 'unpatched'}: not as promised")

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lint import Patch, names
-from overlay import OLD_RELEASE_PLUGIN, release, run, series
+from overlay import PLUGIN, release, run, series
 
-HOUR = 3600.0
+TIMEOUT_SECONDS = 3600.0
 OPTIONS = ("-rA", "--import-mode=importlib")
 """Every outcome by its id; upstream has files of the same name in several folders."""
-GOOD, BAD = "PASSED", ("FAILED", "ERROR", "SUBFAILED")
+ROW = re.compile(r"(PASSED|FAILED|ERROR|SUBFAILED)(.*?) (\S+\.py(?:::.*)?)")
+"""The outcome, which subtest, and the id of a test or of a file that could not be imported."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The ids that passed and those that failed, a failing subtest or a file that cannot be imported among them."""
+    """The ids that passed and those that failed; a failing subtest's is followed by what tells it from the others."""
 
     passed: frozenset[str]
     failed: frozenset[str]
@@ -30,10 +31,16 @@ class Outcome:
         summary = output.rpartition("short test summary info")[2]
         if not summary or not re.search(r"\bin \d[\d.]*s\b", output.strip().splitlines()[-1]):
             raise RuntimeError(f"the tests did not run to their end:\n{output[-4000:]}")
-        lines = [line.partition(" - ")[0].strip() for line in summary.splitlines()]
-        failed = frozenset(line for line in lines if line.startswith(BAD))
-        passed = frozenset(line.partition(" ")[2] for line in lines if line.startswith(GOOD))
-        return cls(passed - {line.partition(" ")[2] for line in failed}, failed)
+        rows = [ROW.fullmatch(line.partition(" - ")[0].strip()) for line in summary.splitlines()]
+        outcomes = [row.groups() for row in rows if row]
+        good = {test for outcome, _, test in outcomes if outcome == "PASSED"}
+        bad = [(test, subtest) for outcome, subtest, test in outcomes if outcome != "PASSED"]
+        failed = frozenset(f"{test} {subtest}".strip() for test, subtest in bad)
+        return cls(frozenset(good.difference(test for test, _ in bad)), failed)
+
+    def lost(self, later: Outcome) -> list[str]:
+        """What passed and no longer does (skipped and vanished tests too), and what fails only later."""
+        return sorted((self.passed - later.passed) | (later.failed - self.failed))
 
 
 def touched_modules(folder: Path) -> set[str]:
@@ -53,9 +60,13 @@ def selected(tests: Path, modules: Iterable[str]) -> list[Path]:
 
 
 def _named(path: Path) -> Iterator[str]:
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise RuntimeError(f"{path} is no test of this Python: {error}") from error
     found = set(re.findall(r"sglang(?:\.\w+)+", text))
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     for name in found:
@@ -66,23 +77,25 @@ def _named(path: Path) -> Iterator[str]:
 def compare(before: Path, after: Path, tests: Path, files: Iterable[Path], *options: str) -> tuple[Outcome, Outcome]:
     """The outcome of the same test files on two SGLangs, one of which has the series."""
     options = (*OPTIONS, *options)
-    first, second = (run(folder, files, options=options, root=tests, timeout=HOUR) for folder in (before, after))
+    first, second = (
+        run(folder, files, options=options, root=tests, timeout=TIMEOUT_SECONDS) for folder in (before, after)
+    )
     return Outcome.of(first), Outcome.of(second)
 
 
 def check(version: str, tests: Path) -> None:
-    """Run what a folder has for the touched modules; RuntimeError when something fails only with the series."""
+    """Run what a folder has for the touched modules; RuntimeError when the series loses something that passed."""
     files = selected(tests.resolve(), touched_modules(series(version)))
     if not files:
         raise RuntimeError(f"no test file below {tests} names a module that the series for {version} touches")
     with release(version, code=False) as before, release(version, code=True) as after:
-        old, new = compare(before, after, tests.resolve(), files, "-p", OLD_RELEASE_PLUGIN)
+        old, new = compare(before, after, tests.resolve(), files, "-p", PLUGIN)
     print(
         f"sglang {version}: {len(files)} of upstream's test files; {len(old.passed & new.passed)} tests pass before "
         f"and after the series, {len(old.failed)} fail before it"
     )
-    newly = sorted(new.failed - old.failed)
-    if newly:
-        raise RuntimeError("newly failing with the series:\n  " + "\n  ".join(newly))
+    lost = old.lost(new)
+    if lost:
+        raise RuntimeError("lost with the series:\n  " + "\n  ".join(lost))
     if not old.passed & new.passed:
         raise RuntimeError("not one of these tests passes before the series, so that they tell nothing")

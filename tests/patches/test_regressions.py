@@ -1,4 +1,4 @@
-"""The comparison of upstream's own tests: which files are asked, and that what fails only with the series is told."""
+"""The comparison of upstream's own tests: which files are asked, and that what the series loses is told."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ patched = "validate_fp4_expert_runner" in ROOT.joinpath(*MODULE.split(".")).with
 '''
 KEPT = f"{LOOK}\ndef test_module(): assert ROOT.is_dir()\ndef test_broken(): assert not ROOT\n"
 LOST = f"{LOOK}\ndef test_old(): assert not patched\ndef test_new(): assert patched\n"
+SKIPPED = f"""{LOOK}
+import pytest
+@pytest.mark.skipif(patched, reason="with the series")
+def test_skipped(): assert not patched
+if not patched:
+    def test_vanished(): assert True
+"""
 LOST_PART = f"""{LOOK}
 import unittest
 class TestParts(unittest.TestCase):
@@ -31,23 +38,31 @@ class TestParts(unittest.TestCase):
 def tests(tmp_path):
     """Two folders may hold a file of the same name, as upstream's do."""
     folder = tmp_path / "tests"
-    for name, text in {"a/test_x.py": KEPT, "b/test_x.py": LOST, "b/test_parts.py": LOST_PART}.items():
+    for name, text in {
+        "a/test_x.py": KEPT,
+        "b/test_x.py": LOST,
+        "b/test_parts.py": LOST_PART,
+        "c/test_x.py": SKIPPED,
+    }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return folder
 
 
-def test_what_fails_only_with_the_series_is_told(tests, tmp_path):
+def test_what_the_series_loses_is_told(tests, tmp_path):
     before, after = tmp_path / "before", tmp_path / "after"
     overlay.build(before, code=False)
     overlay.build(after)
     old, new = regressions.compare(before, after, tests, regressions.selected(tests, [MODULE]))
     assert old.passed & new.passed == {"a/test_x.py::test_module"}
-    newly = sorted(new.failed - old.failed)
-    assert newly[0] == "FAILED b/test_x.py::test_old"
-    assert newly[1].startswith("SUBFAILED(part='b') b/test_parts.py")
-    assert len(newly) == 2
-    assert sorted(old.failed) == ["FAILED a/test_x.py::test_broken", "FAILED b/test_x.py::test_new"]
+    assert old.lost(new) == [
+        "b/test_parts.py::TestParts::test_parts",
+        "b/test_parts.py::TestParts::test_parts (part='b')",
+        "b/test_x.py::test_old",
+        "c/test_x.py::test_skipped",
+        "c/test_x.py::test_vanished",
+    ]
+    assert sorted(old.failed) == ["a/test_x.py::test_broken", "b/test_x.py::test_new"]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +85,21 @@ def test_the_touched_modules_are_those_of_the_patches():
     found = regressions.touched_modules(overlay.series())
     assert {MODULE, "sglang.srt.models.deepseek_v4", "sglang.srt.model_loader.loader"} <= found
     assert all(name.startswith("sglang.srt.") for name in found)
+
+
+def test_another_failing_subtest_of_a_failing_test_is_lost():
+    head, tail = "short test summary info\n", "\n1 failed in 0.1s"
+    first, second = "SUBFAILED[a b] x/test_y.py::test_z - AssertionError: 1 - 2\n", "SUBFAILED(n=1) x/test_y.py::test_z"
+    old, new = (regressions.Outcome.of(head + text + tail) for text in (first, first + second))
+    assert old.failed == {"x/test_y.py::test_z [a b]"}
+    assert old.lost(new) == ["x/test_y.py::test_z (n=1)"]
+    assert new.lost(old) == []
+
+
+def test_a_file_of_another_python_is_told(tmp_path):
+    (tmp_path / "test_it.py").write_text("print 'sglang'\n")
+    with pytest.raises(RuntimeError, match=r"test_it\.py is no test of this Python"):
+        regressions.selected(tmp_path, [MODULE])
 
 
 def test_a_run_that_ended_early_is_no_outcome():
