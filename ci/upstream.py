@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pip._vendor.packaging.specifiers import SpecifierSet
-from releases import ROOT, ReleaseError, order, versions, wheel
+from releases import ReleaseError, order, versions, wheel
 
-sys.path.insert(0, str(ROOT))
 from sglang_dsv4 import compat
 
 Read = Callable[[str], str | None]
@@ -106,7 +105,9 @@ class Source:
     def literal(self, target: str) -> set[str]:
         """The strings in what a module assigns to a name."""
         found = self.find(target)
-        return {node.value for node in ast.walk(found) if isinstance(node, ast.Constant)} if found else set()
+        nodes = ast.walk(found) if found else ()
+        values = (node.value for node in nodes if isinstance(node, ast.Constant))
+        return {value for value in values if isinstance(value, str)}
 
     def calls(self, module: str, function: str, first: str) -> bool:
         """Whether a module calls `function(first, ...)`."""
