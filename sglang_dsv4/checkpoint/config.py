@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_dsv4.checkpoint import config_values
-from sglang_dsv4.checkpoint.config_reader import MISSING, QUANT, ConfigReader
+from sglang_dsv4.checkpoint.config_reader import MISSING, QUANT, ConfigReader, spelled
 from sglang_dsv4.checkpoint.config_rope import RopeFacts, read_rope
 from sglang_dsv4.checkpoint.config_values import COUNT, COUNTS, EXPERTS, FLAG, OBJECT, SIZE, TEXT
 from sglang_dsv4.checkpoint.names import shorten
@@ -179,7 +179,7 @@ def _check_values(reader: ConfigReader, family: str) -> None:
     """Raise everything together that SGLang or Transformers would stop at, or take for something else."""
     for alias, key in _ALIASES.items():
         if alias in reader.values and reader.values[alias] != reader.values.setdefault(key, reader.values[alias]):
-            reader.fail(alias, reader.values[alias], f"{reader.values[key]}, as {key} says")
+            reader.fail(alias, reader.values[alias], f"{spelled(reader.values[key])}, as {key} says")
     v4 = family == "v4"
     rules = {"model_type": config_values.MODEL_TYPES[family], **config_values.RULES, **_SIZE_RULES}
     rules |= dict.fromkeys(config_values.NESTED, config_values.NO_KEY)

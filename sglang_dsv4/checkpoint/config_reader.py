@@ -44,7 +44,7 @@ class ConfigReader:
 
     def error(self, key: str, found: object, expected: str) -> ConfigError:
         """The error of one key; `found` as for `fail`."""
-        text = "no such key" if found is MISSING else shorten(_as_json(found))
+        text = "no such key" if found is MISSING else spelled(found)
         return ConfigError(f"{self.where}: {key}", found=text, expected=expected, remedy=RELEASED)
 
     def take(self, key: str, rule: ValueRule, default: Any = MISSING, *, section: str = "") -> Any:
@@ -74,7 +74,6 @@ class ConfigReader:
         ]
 
 
-def _as_json(value: object) -> str:
-    """As the file has it, not longer than a message can bear."""
-    text = str(value) if isinstance(value, str) and len(value) > 200 else json.dumps(value, default=repr)
-    return text[:400]
+def spelled(value: object) -> str:
+    """A value as the file has it, cut to what a message can bear."""
+    return shorten(json.dumps(value[:200] if isinstance(value, str) else value, default=repr))

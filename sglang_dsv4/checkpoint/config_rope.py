@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dsv4.checkpoint.config_reader import MISSING, ConfigReader
+from sglang_dsv4.checkpoint.config_reader import MISSING, ConfigReader, spelled
 from sglang_dsv4.checkpoint.config_values import MOST_POSITIONS, OBJECT, THETA, YARN, YARN_REQUIRED, or_null
 from sglang_dsv4.errors import together
 
@@ -109,7 +109,7 @@ def _same(reader: ConfigReader, place: _Place, values: Mapping[str, Any]) -> Non
     """ConfigError where `rope_scaling` stands there too, and says otherwise."""
     for key, other in (reader.take("rope_scaling", or_null(OBJECT), None) or {}).items():
         if key in values and values[key] != other:
-            reader.fail(f"{place.path}.{key}", values[key], f"{other}, as rope_scaling says")
+            reader.fail(f"{place.path}.{key}", values[key], f"{spelled(other)}, as rope_scaling says")
 
 
 def _head_dim(reader: ConfigReader, whole_head: int) -> int:

@@ -144,6 +144,14 @@ def test_everything_that_is_wrong_is_said_at_once():
     assert {part.what.removeprefix("config.json: ") for part in error.parts} == {"hidden_act", "vocab_size", "hc_eps"}
 
 
+@pytest.mark.parametrize("value", ["\ud800", "x" * 5000, [[0] * 5000], 10**4000])
+def test_whatever_stands_there_can_be_printed(value):
+    for changes in ({"n_routed_experts": value, "num_local_experts": 2}, {"hidden_act": value}, {"rope_scaling": value}):
+        text = str(refused(released() | changes))
+        assert text.encode()
+        assert len(text) < 2000
+
+
 def test_the_alias_of_a_size_may_stand_alone():
     values = released()
     values["num_local_experts"] = values.pop("n_routed_experts")
