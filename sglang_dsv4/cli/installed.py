@@ -25,10 +25,10 @@ def allowed_plugins() -> list[str]:
 def registration() -> Iterator[Finding]:
     """Whether SGLang would load our plugin."""
     names = {entry.name for entry in entry_points(group="sglang.srt.plugins")}
-    if "sglang_dsv4" not in names:
+    if "sglang_dsv4" in names:
+        yield Finding("ok", "entry point", "sglang.srt.plugins: sglang_dsv4")
+    else:
         yield Finding("stop", "entry point", "sglang.srt.plugins has no sglang_dsv4: install the package with pip")
     allowed = allowed_plugins()
     if allowed and "sglang_dsv4" not in allowed:
         yield Finding("stop", envs.PLUGINS.name, f"lists {', '.join(allowed)} and leaves out sglang_dsv4: add it")
-    else:
-        yield Finding("ok", "entry point", "sglang.srt.plugins: sglang_dsv4")

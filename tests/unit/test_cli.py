@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from sglang_dsv4.cli import installed
 from sglang_dsv4.cli.main import main
 
 COMMAND = [sys.executable, "-m", "sglang_dsv4"]
@@ -45,6 +46,13 @@ def test_a_load_that_sglang_would_do_without_us_is_refused(capsys, monkeypatch, 
     err = capsys.readouterr().err
     assert err.startswith("sglang_dsv4: SGLang would load this model without sglang_dsv4")
     assert "SGLANG_PLUGINS: lists another" in err
+
+
+def test_a_package_that_is_not_installed_is_told_once(monkeypatch):
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    assert [finding.state for finding in installed.registration()] == ["ok"]
+    monkeypatch.setattr(installed, "entry_points", lambda *, group: [])
+    assert [(finding.state, finding.subject) for finding in installed.registration()] == [("stop", "entry point")]
 
 
 def test_a_load_without_the_cpu_platform_is_refused(capsys, monkeypatch, checkpoint):
