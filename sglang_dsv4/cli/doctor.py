@@ -26,12 +26,14 @@ PACKAGES = (
 
 
 def add_parser(subparsers: Any) -> None:
+    """Adds the command to `subparsers`."""
     parser = subparsers.add_parser("doctor", help="say what would stop a start on this machine", description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Prints every finding; 1 when one of them would stop a start."""
     findings = [finding for examine in EXAMINATIONS for finding in examine()]
     stops = [finding for finding in findings if finding.state == "stop"]
     if args.json:

@@ -20,6 +20,7 @@ PASSES_ON = ("load",)
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="sglang-dsv4", description=__doc__)
     parser.add_argument("--version", action="version", version=f"sglang-dsv4 {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -40,6 +41,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status. Our errors and those of the file system go to stderr, without a traceback."""
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
         status = args.run(args)

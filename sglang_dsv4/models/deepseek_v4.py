@@ -27,6 +27,7 @@ class DeepseekV4ForCausalLM(upstream.DeepseekV4ForCausalLM):
         return make_plan(self, TARGET)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], is_nextn: bool = False) -> None:
+        """Fill this rank's part through our stream; what it does not write goes to upstream."""
         load(self, weights, TARGET, super().load_weights)
 
 

@@ -53,6 +53,7 @@ class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
         return make_plan(self, DSPARK)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill this rank's part through our stream; what it does not write goes to upstream."""
         load(self, weights, DSPARK, super().load_weights)
 
 

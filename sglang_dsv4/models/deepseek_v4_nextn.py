@@ -41,6 +41,7 @@ class DeepseekV4ForCausalLMNextN(upstream.DeepseekV4ForCausalLMNextN):
         return make_plan(self, NEXTN)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill this rank's part through our stream; what it does not write goes to upstream."""
         load(self, weights, NEXTN, super().load_weights)
 
 

@@ -25,6 +25,7 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.stored)
 
 

@@ -47,7 +47,9 @@ Reader = Callable[[dict[str, list[str]]], "Iterator[Named]"]
 class Loadable(Protocol):
     """A model class of ours: it can say what it will load before it loads."""
 
-    def loading_plan(self) -> Plan: ...
+    def loading_plan(self) -> Plan:
+        """What a load of this model does, decided anew from how it is built."""
+        ...
 
 
 class Source:
@@ -206,6 +208,7 @@ class LocalReader:
 
     @property
     def kind(self) -> str:
+        """How it reads, for the report."""
         return "memory map" if self._mapped else "read"
 
     def __call__(self, wanted: dict[str, list[str]]) -> Iterator[Named]:
