@@ -28,7 +28,6 @@ Experts = Literal["fp4", "fp8", "nvfp4", "bf16", "other", "unknown"]
 something else that was told; or it cannot be told."""
 Role = Literal["target", "draft"]
 
-KINDS: tuple[Experts, ...] = ("fp4", "fp8", "nvfp4", "bf16", "other", "unknown")
 TITLES: dict[str, str] = {
     "fp4": "packed FP4",
     "fp8": "block FP8",
