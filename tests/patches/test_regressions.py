@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from pathlib import Path
+
 import pytest
-from series_tools import overlay, regressions
+from series_tools import ROOT, overlay, regressions
 
 MODULE = "sglang.srt.configs.deepseek_v4"
 # without importing SGLang, which would take its time: what the first patches put into that module
@@ -85,6 +89,16 @@ def test_the_touched_modules_are_those_of_the_patches():
     found = regressions.touched_modules(overlay.series())
     assert {MODULE, "sglang.srt.models.deepseek_v4", "sglang.srt.model_loader.loader"} <= found
     assert all(name.startswith("sglang.srt.") for name in found)
+
+
+def test_the_list_of_upstream_tests_can_be_followed():
+    head, *rows = [line.split() for line in (ROOT / "patches" / "upstream-tests.txt").read_text().splitlines()]
+    readme = (ROOT / "patches" / "README.md").read_text().replace("\n", " ")
+    assert head == ["release", "commit", "path"]
+    assert all(re.fullmatch(r"[0-9a-f]{40}", commit) and Path(path).name[:5] == "test_" for _, commit, path in rows)
+    for release, count in Counter(release for release, _, _ in rows).items():
+        assert overlay.series(release).is_dir()
+        assert f"On {release}, {count} files" in readme
 
 
 def test_another_failing_subtest_of_a_failing_test_is_lost():
