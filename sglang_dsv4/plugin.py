@@ -15,11 +15,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from types import TracebackType
 from typing import Any
 
 from sglang_dsv4 import __version__, compat, envs
-from sglang_dsv4.errors import PREFIX, Dsv4Error, HookError, UnknownArchitectureError, show
+from sglang_dsv4.errors import PREFIX, Dsv4Error, FlagError, HookError, UnknownArchitectureError, show
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,21 @@ def asked(server_args: Any) -> bool:
     )
 
 
+def refuse_misspelling(server_args: Any) -> None:
+    """FlagError for a `--model-impl` that almost names us: SGLang would take it for its own classes, without a word."""
+    given = getattr(server_args, "model_impl", None)
+    if isinstance(given, str) and given != compat.MODEL_IMPL and get_close_matches(given, [compat.MODEL_IMPL], 1, 0.8):
+        show_our_errors_plainly()
+        raise FlagError(
+            f"--model-impl {given} names no implementation",
+            expected=compat.MODEL_IMPL,
+            remedy=f"Write --model-impl {compat.MODEL_IMPL}, or leave it out for SGLang's own classes.",
+        )
+
+
 def on_first_step(server_args: Any, previous: Callable[[Any], None]) -> None:
     """First resolution step, raw arguments: refuse what cannot work before SGLang looks at it, then engage."""
+    refuse_misspelling(server_args)
     if asked(server_args):
         show_our_errors_plainly()
         compat.require_supported()

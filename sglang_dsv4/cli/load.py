@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 import traceback
+import warnings
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sglang_dsv4.compat import MODEL_IMPL
 from sglang_dsv4.decisions.arch import detect_arch
 from sglang_dsv4.decisions.decide import Flags, decide
 from sglang_dsv4.decisions.gather import inputs_of
+from sglang_dsv4.decisions.moe_names import RUNNERS
 from sglang_dsv4.errors import Dsv4Error, FlagError, RefusedError, together
 
 CPU_PLATFORM = "dsv4_cpu"
@@ -45,14 +47,30 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--ep-size", type=int)
     parser.add_argument("--pp-size", type=int, default=1)
     parser.add_argument("--pp-rank", type=int, default=0)
-    parser.add_argument("--moe-runner-backend")
+    parser.add_argument("--moe-runner-backend", choices=RUNNERS, metavar="B")
     parser.add_argument("--digests", type=Path, metavar="FILE", help="write {parameter: sha256 of its bytes} here")
-    parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+    parser.add_argument("--json", action="store_true", help="the report, or the refusal, as JSON on stdout")
     parser.add_argument("--verbose", action="store_true", help="SGLang's own log lines on stderr")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Load and print the report. Raises what is refused; with --json that is printed on stdout, too."""
+    try:
+        report, found = prepared_load(args)
+        if args.digests is not None:
+            write_digests(args.digests, found)
+    except Dsv4Error as error:
+        if args.json:
+            refusals = [{"code": type(part).__name__, "message": str(part)} for part in error.parts]
+            print(json.dumps({"ok": False, "refusals": refusals}, indent=1))
+        raise
+    print(json.dumps({"ok": True, **report}, indent=1) if args.json else "\n".join(report["lines"]))
+    return 0
+
+
+def prepared_load(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """`load`, after what has to be settled before SGLang is imported. SGLang's own errors become RefusedError."""
     check_arguments(args)
     require_registration()
     require_device()
@@ -60,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
         args.model, draft=args.draft and not any(item.startswith(DRAFT_PATH) for item in args.server_arguments)
     )
     faulthandler.enable(file=2)  # a mapped shard that shrinks ends the process by SIGBUS: say where
-    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, stream=sys.stderr)
+    quieten(args.verbose)
     try:
-        report, found = load(args)
+        return load(args)
     except Dsv4Error:
         raise
     except Exception as error:
@@ -73,13 +91,14 @@ def run(args: argparse.Namespace) -> int:
             found=f"{type(error).__name__}: {' '.join(str(error).split())}",
             remedy="--verbose shows where it was raised.",
         ) from error
-    if args.digests is not None:
-        write_digests(args.digests, found)
-    if args.json:
-        print(json.dumps(report, indent=1))
-    else:
-        print("\n".join(report["lines"]))
-    return 0
+
+
+def quieten(verbose: bool) -> None:
+    """Let our warnings through, and SGLang's log lines and Python's warnings when they are asked for."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, stream=sys.stderr)
+    logging.getLogger("sglang_dsv4").setLevel(logging.INFO if verbose else logging.WARNING)
+    if not verbose:
+        warnings.simplefilter("ignore")
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -110,7 +129,7 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         pp_size=args.pp_size,
         moe_runner_backend=args.moe_runner_backend,
     )
-    arguments += ["--log-level", "info" if args.verbose else "warning"]
+    arguments += ["--log-level", "info" if args.verbose else "error"]
     arguments += args.server_arguments
     with parallel_context(arguments, Place(args.tp_rank, args.pp_rank)) as server_args:
         require_ours(server_args, draft=args.draft)
@@ -120,7 +139,10 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         found = digests(model) if args.digests is not None else {}
         report, lines = model.load_report.as_json(), model.load_report.lines()  # type: ignore[operator, union-attr]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    lines.append(f"built, loaded and post-processed in {seconds:.2f} s; peak resident memory {peak / 2**30:.2f} GiB")
+    where = f"{detect_arch()} ({platform})" if (platform := envs.PLATFORM.raw()) else detect_arch()
+    lines.append(
+        f"built, loaded and post-processed on {where} in {seconds:.2f} s; peak resident memory {peak / 2**30:.2f} GiB"
+    )
     return {**report, "seconds_in_all": round(seconds, 3), "peak_rss_bytes": peak, "lines": lines}, found
 
 

@@ -147,3 +147,12 @@ def test_an_incomplete_checkpoint(run, warm, monkeypatch, tmp_path):
         index.write_text(index.read_text().replace(name, "layers.0.attn.query_norm.weight"))
     [message] = same_answer(run, warm, monkeypatch, tmp_path / "v4", {}, [])
     assert "missing: layers.0.attn.q_norm.weight" in message
+
+
+def test_a_model_impl_that_almost_names_us(warm, tiny):
+    """SGLang takes a word that it does not know for its own classes."""
+    folder = os.fspath(tiny(LAYOUTS[0]))
+    refused = warm.run(RESOLVE.format(model=folder, options=["--model-impl", "sglang_dvs4"]))
+    assert refused.returncode == 1
+    assert "sglang_dsv4: --model-impl sglang_dvs4 names no implementation; expected sglang_dsv4." in refused.stderr
+    assert warm.run(RESOLVE.format(model=folder, options=["--model-impl", "sglang"])).returncode == 0

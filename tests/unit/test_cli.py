@@ -1,5 +1,6 @@
 """What the command line does when the world around it fails: one line and a status, never a traceback."""
 
+import json
 import os
 import signal
 import subprocess
@@ -80,6 +81,31 @@ def test_a_folder_that_cannot_be_made_is_named(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert main(["make-tiny", str(tmp_path / "file")]) == 1
     assert capsys.readouterr().err == f"sglang_dsv4: {tmp_path / 'file'}: File exists\n"
+
+
+@pytest.mark.parametrize("what", ["check", "load MODEL", "dequant"])
+def test_a_benchmark_of_no_runs_is_a_usage_error(capsys, what):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *what.split(), "--repeat", "0"])
+    assert ended.value.code == 2
+    assert "argument --repeat: '0' is no positive number" in capsys.readouterr().err
+
+
+def test_a_benchmark_says_why_there_is_none(capsys, tmp_path):
+    assert main(["bench", "check", str(tmp_path / "nowhere"), "--repeat", "1"]) == 1
+    err = capsys.readouterr().err
+    assert f"sglang_dsv4: {tmp_path / 'nowhere'} cannot be measured: check ends with status 1" in err
+    assert "no such model folder" in err
+
+
+def test_a_refused_load_is_json_too(capsys, tmp_path):
+    assert main(["load", str(tmp_path / "nowhere"), "--tp-rank", "2", "--json"]) == 1
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    assert not report["ok"]
+    [refusal] = report["refusals"]
+    assert refusal["code"] == "FlagError"
+    assert said.err == f"sglang_dsv4: {refusal['message']}\n"
 
 
 def test_a_negative_seed_is_a_usage_error(capsys, tmp_path):

@@ -15,7 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from sglang_dsv4.cli.bench.measure import machine
+from sglang_dsv4.cli.bench.measure import in_words, machine, positive
+from sglang_dsv4.errors import RefusedError
 
 BARE = """
 import sys, pathlib
@@ -32,13 +33,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register `bench check`."""
     parser = subparsers.add_parser("check", help="check on full-size headers", description=__doc__)
     parser.add_argument("model", nargs="?", help="a checkpoint (default: Flash's headers at full size, without data)")
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="runs of each (default: 5)")
+    parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="runs of each (default: 5)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print. Returns 1 when `check` refuses the checkpoint."""
+    """Measure and print. RefusedError where `check` refuses the checkpoint."""
     with tempfile.TemporaryDirectory() as made:
         model = args.model or make_flash(Path(made) / "flash")
         commands = {
@@ -49,10 +50,14 @@ def run(args: argparse.Namespace) -> int:
         for _ in range(args.repeat):
             for name, command in commands.items():
                 begin = time.perf_counter()
-                status = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
                 seconds[name].append(time.perf_counter() - begin)
-                if status:
-                    return 1
+                if done.returncode:
+                    raise RefusedError(
+                        f"{model} cannot be measured: {name} ends with status {done.returncode}",
+                        details=done.stdout.splitlines()[-3:],
+                        remedy="Give a checkpoint that `sglang-dsv4 check` calls OK.",
+                    )
     medians = {name: round(statistics.median(taken), 3) for name, taken in seconds.items()}
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
     result = {
@@ -64,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result, indent=1))
     else:
-        print(result["machine"])
+        print(in_words(machine()))
         print(
             f"check {medians['check']} s, opening every shard {medians['bare']} s, ratio {result['ratio']}; "
             f"peak of any process {peak} MiB; median of {args.repeat}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.cli.bench.measure import machine, medians, upstream
+from sglang_dsv4.cli.bench.measure import in_words, machine, medians, positive, upstream
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +33,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register `bench dequant`."""
     parser = subparsers.add_parser("dequant", help="FP8 -> BF16 and FP4 -> FP8", description=__doc__)
     parser.add_argument("--size", type=_size, metavar="ROWSxCOLUMNS", help="of both weights (default: those of Flash)")
-    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads of both (default: one, then all)")
-    parser.add_argument("--repeat", type=_positive, default=9, metavar="N", help="calls of each (default: 9)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads of both (default: one, then all)")
+    parser.add_argument("--repeat", type=positive, default=9, metavar="N", help="calls of each (default: 9)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -61,16 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _size(text: str) -> tuple[int, int]:
     rows, _, columns = text.partition("x")
-    size = _positive(rows), _positive(columns)
+    size = positive(rows), positive(columns)
     if size[0] % TILE or size[1] % TILE:
         raise argparse.ArgumentTypeError(f"{text}: SGLang's functions want multiples of {TILE}")
     return size
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return int(text)
 
 
 def _cases(size: tuple[int, int] | None) -> Iterator[Case]:
@@ -149,7 +143,7 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    print(", ".join(f"{key} {value}" for key, value in report["machine"].items()))
+    print(in_words(report["machine"]))
     print(f"medians of {report['repeat']} calls, taken in turn; bytes are those read and written")
     for case in report["cases"]:
         print(f"{case['name']} {case['rows']}x{case['columns']}, {case['threads']} thread(s)")

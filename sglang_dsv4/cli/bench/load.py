@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dsv4 import compat, envs
-from sglang_dsv4.cli.bench.measure import machine
+from sglang_dsv4.cli.bench.measure import in_words, machine, positive
 
 SAMPLE = 0.005
 """Seconds between two readings of RssAnon."""
@@ -43,8 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "model", help="a local checkpoint, such as `make-tiny OUT --shape flash --layers 2 --num-experts 64`"
     )
     parser.add_argument("--load-format", choices=("auto", "runai_streamer"), default="auto")
-    parser.add_argument("--tp-size", type=int, default=1)
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each variant (default: 3)")
+    parser.add_argument("--tp-size", type=positive, default=1)
+    parser.add_argument("--repeat", type=positive, default=3, metavar="N", help="runs of each variant (default: 3)")
     parser.add_argument("--skip-upstream", action="store_true", help="measure ours and the bare read alone")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)
@@ -188,8 +188,9 @@ def _print(args: argparse.Namespace, phases: dict[str, Phase]) -> None:
     if args.json:
         print(json.dumps({"machine": machine(), "flags": flags, "variants": rows, "ratios": ratios}, indent=1))
         return
-    print(machine())
-    print(f"weights phase of {args.model} ({args.load_format}, TP{args.tp_size}), median of {args.repeat}; {flags}")
+    print(in_words(machine()))
+    given = " ".join(f"{name}={value}" for name, value in flags.items() if value is not None)
+    print(f"weights phase of {args.model} ({args.load_format}, TP{args.tp_size}), median of {args.repeat}; {given}")
     for name, row in rows.items():
         print(
             f"  {name:9} {row['seconds']:8.3f} s   parameters {row['parameters_gb']:.3f} GB   "

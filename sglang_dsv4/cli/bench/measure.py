@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.metadata
@@ -53,6 +54,19 @@ def machine() -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return {"processor": _processor(), "cpus": len(os.sched_getaffinity(0)), **versions}
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """`machine` on one line."""
+    versions = ", ".join(f"{name} {value}" for name, value in found.items() if name not in ("processor", "cpus"))
+    return f"{found['processor']}, {found['cpus']} CPUs; {versions}"
+
+
+def positive(text: str) -> int:
+    """An argument that is an integer of 1 or more. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
 
 
 def _processor() -> str:
