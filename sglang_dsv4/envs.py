@@ -29,6 +29,9 @@ UNSET = "None"
 PLUGIN_PREFIX = "SGLANG_DSV4_PLUGIN_"
 CHECKED_PREFIXES = ("SGLANG_DSV4", "SGLANG_OPT_")
 """Names with these prefixes are checked for spelling; upstream's boolean and integer ones also for their value."""
+SLIPS = 2
+"""Letters that an unknown SGLANG_ name without such a prefix may be off a flag of the table to be refused. A third one
+would reach SGLANG_USE_AITER_AR, which SGLang reads."""
 
 Kind = Literal["bool", "int", "count", "bytes", "choice", "text"]
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -50,14 +53,22 @@ class Flag:
         """`sglang_dsv4` or `SGLang`."""
         return "sglang_dsv4" if self.name.startswith(PLUGIN_PREFIX) else "SGLang"
 
+    @property
+    def spellings(self) -> tuple[str, str]:
+        """The legacy name SGL_..., which wins when both are set, and the current one.
+
+        SGLang copies the first over the second (srt/environ.py, _handle_deprecated_envs).
+        """
+        return self.name.replace("SGLANG_", "SGL_", 1), self.name
+
     def raw(self, environ: Mapping[str, str] | None = None) -> str | None:
         """The value as text; None when the flag is not set.
 
-        The legacy spelling SGL_... wins when set, as SGLang copies it over the current one (srt/environ.py,
-        _handle_deprecated_envs). `None` counts as not set: SGLang writes it for a flag set to nothing (EnvField.set).
+        `None` counts as not set: SGLang writes it for a flag set to nothing (EnvField.set).
         """
         environ = os.environ if environ is None else environ
-        text = environ.get(self.name.replace("SGLANG_", "SGL_", 1), environ.get(self.name))
+        legacy, current = self.spellings
+        text = environ.get(legacy, environ.get(current))
         return None if text == UNSET else text
 
     def explicit(self, environ: Mapping[str, str] | None = None) -> Any:
@@ -220,6 +231,8 @@ PLATFORM = Flag(
     "",
     "SGLang's out-of-tree platform; dsv4_cpu is the one of ci/cpu_platform",
 )
+CPU_PLATFORM = "dsv4_cpu"
+"""The value of SGLANG_PLATFORM that serves on a CPU; also the name of the plugin that makes it work."""
 
 FLAGS: tuple[Flag, ...] = (
     FP4_ROUNDING,
@@ -280,7 +293,7 @@ def environment_errors(environ: Mapping[str, str] | None = None) -> list[FlagErr
     """What is wrong with the environment: values that cannot be read, then names that look misspelt.
 
     A name with our own prefix that is not in the table is always an error; any other unknown name only when it is close
-    to a known one and SGLang's source does not mention it.
+    to a known one with one of the `CHECKED_PREFIXES`, or to any of the table, and SGLang's source does not mention it.
     """
     environ = os.environ if environ is None else environ
     declared = upstream_flags()
@@ -318,9 +331,9 @@ def _misspelt(environ: Mapping[str, str], known: set[str]) -> list[FlagError]:
     errors = []
     for name in sorted(environ):
         current = name.replace("SGL_", "SGLANG_", 1) if name.startswith("SGL_") else name
-        if current in known or not _worth_a_look(current):
+        if current in known:
             continue
-        meant = closest(current, candidates)
+        meant = closest(current, candidates) if _worth_a_look(current) else _nearly_in_the_table(current)
         ours = current.startswith(PLUGIN_PREFIX)
         if ours or (meant and not _mentioned_upstream(current)):
             errors.append(
@@ -328,7 +341,7 @@ def _misspelt(environ: Mapping[str, str], known: set[str]) -> list[FlagError]:
                     f"environment flag {name} is no flag of SGLang or of sglang_dsv4",
                     found=f"{name}={environ[name]!r}",
                     expected=meant or "",
-                    remedy=f"Set {meant} if that was meant, and unset {name}." if meant else f"Unset {name}.",
+                    remedy=f"Did you mean {meant}? Set that, and unset {name}." if meant else f"Unset {name}.",
                 )
             )
     return errors
@@ -338,6 +351,14 @@ def _worth_a_look(name: str) -> bool:
     """Whether an unknown name may be meant for us: any that speaks of DSV4, and SGLANG_OPT_ with up to two slips."""
     head = name[: len("SGLANG_OPT_")]
     return "DSV4" in name.upper() or edit_distance(head.upper(), "SGLANG_OPT_") <= 2
+
+
+def _nearly_in_the_table(name: str) -> str | None:
+    """The flag of the table that a SGLANG_ name is up to `SLIPS` letters off; None when there is none."""
+    if not name.startswith("SGLANG_"):
+        return None
+    near = [(distance, flag.name) for flag in FLAGS if (distance := edit_distance(name, flag.name)) <= SLIPS]
+    return min(near)[1] if near else None
 
 
 def closest(name: str, candidates: Iterable[str]) -> str | None:

@@ -305,7 +305,7 @@ def test_a_draft_in_a_checkpoint_of_its_own(run, tmp_path):
         ({"SGLANG_DSV4_FP4_DEQUANT": "on"}, ["SGLANG_DSV4_FP4_DEQUANT", "found 'on'"]),
         (
             {"SGLANG_DSV4_FP4_DEQAUNT": "1"},
-            ["SGLANG_DSV4_FP4_DEQAUNT", "Set SGLANG_DSV4_FP4_DEQUANT if that was meant"],
+            ["SGLANG_DSV4_FP4_DEQAUNT", "Did you mean SGLANG_DSV4_FP4_DEQUANT?"],
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -117,12 +118,18 @@ def test_a_value_that_cannot_be_read_is_refused_by_name(name, text):
         ("SGLANG_OPS_FP8_WO_A_GEMM", "SGLANG_OPT_FP8_WO_A_GEMM"),
         ("sglang_dsv4_fp4_experts", "SGLANG_DSV4_FP4_EXPERTS"),
         ("SGLANG_DSV4_PLUGIN_STRICTT", "SGLANG_DSV4_PLUGIN_STRICT"),
+        ("SGLANG_USE_AITR", "SGLANG_USE_AITER"),
+        ("SGL_USE_AITTER", "SGLANG_USE_AITER"),
+        ("SGLANG_SHARED_EXPERTS_TP1", "SGLANG_SHARED_EXPERT_TP1"),
+        ("SGLANG_ENABLE_JIT_DEEP_GEMM", "SGLANG_ENABLE_JIT_DEEPGEMM"),
+        ("SGLANG_PLATFROM", "SGLANG_PLATFORM"),
     ],
 )
 def test_a_misspelt_name_is_refused_with_the_right_one(name, meant):
     (error,) = envs.environment_errors({name: "1"})
     assert name in error.what
     assert error.expected == meant
+    assert f"Did you mean {meant}?" in error.remedy
 
 
 def test_an_unknown_name_with_our_prefix_is_always_refused():
@@ -134,6 +141,21 @@ def test_no_flag_that_sglang_has_is_called_misspelt():
     values = {"bool": "1", "int": "1"}
     environ = {name: values.get(kind, "x") for name, kind in envs.upstream_flags().items()}
     assert envs.environment_errors(environ) == []
+
+
+def test_no_flag_that_sglang_reads_or_names_is_called_misspelt():
+    """Those that no table declares too: kernels read them from os.environ, launchers write them."""
+    sources = [path.read_text(encoding="utf-8") for path in sglang_source.root().rglob("*.py")]
+    names = {name for text in sources for name in re.findall(r"[\"'](SGL(?:ANG)?_[A-Z][A-Z0-9_]*)[\"']", text)}
+    declared = {*envs.upstream_flags(), *(flag.name for flag in envs.FLAGS)}
+    assert len(names - declared) > 20
+    assert envs.environment_errors(dict.fromkeys(names - declared, "x")) == []
+
+
+def test_without_sglang_no_flag_of_it_is_close_to_one_of_ours():
+    own = [spelling for flag in envs.FLAGS for spelling in flag.spellings]
+    theirs = [name for name in envs.upstream_flags() if name not in own]
+    assert [name for name in theirs if envs._nearly_in_the_table(name)] == []
 
 
 @pytest.mark.parametrize(
