@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sglang_dsv4 import compat, envs
-from sglang_dsv4.cli.installed import Finding, registration
+from sglang_dsv4.cli.installed import Finding, left_out, platforms, registration
 from sglang_dsv4.errors import Dsv4Error, FlagError, HookError
 
 PACKAGES = (
@@ -23,6 +23,8 @@ PACKAGES = (
     "runai-model-streamer",
     "runai-model-streamer-s3",
 )
+
+INSTALL_CPU = "from a checkout of this project: pip install -e ci/cpu_platform"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -103,13 +105,32 @@ def flags() -> Iterator[Finding]:
 
 def device() -> Iterator[Finding]:
     """The GPUs, or the platform that stands in for them."""
+    chosen = envs.PLATFORM.get()
+    if chosen:
+        yield _platform(chosen)
+        if envs.CPU_PLATFORM in envs.plugins_left_out(chosen):
+            yield left_out(envs.CPU_PLATFORM)
+        return
     import torch
 
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
         yield Finding("ok", "device", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}")
+    elif torch.xpu.is_available():
+        yield Finding("note", "device", "an Intel GPU: no rule is about it")
     else:
-        yield Finding("note", "device", f"no GPU; {envs.PLATFORM.name} is {envs.PLATFORM.get() or 'not set'}")
+        there = "is installed" if envs.CPU_PLATFORM in platforms() else f"is not installed ({INSTALL_CPU})"
+        remedy = f"set {envs.PLATFORM.name}={envs.CPU_PLATFORM} to serve on the CPU"
+        yield Finding("stop", "device", f"no GPU: {remedy}; that platform {there}")
+
+
+def _platform(chosen: str) -> Finding:
+    """SGLang ends at a name that it does not know (srt/platforms/__init__.py)."""
+    if chosen in platforms():
+        return Finding("ok", "device", f"the platform {chosen}, as {envs.PLATFORM.name} says")
+    there = ", ".join(sorted(platforms())) or "none"
+    how = INSTALL_CPU if chosen == envs.CPU_PLATFORM else f"unset {envs.PLATFORM.name}, or install it"
+    return Finding("stop", envs.PLATFORM.name, f"{chosen} is not installed; there is {there}: {how}")
 
 
 def kernels() -> Iterator[Finding]:

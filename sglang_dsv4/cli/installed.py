@@ -1,4 +1,4 @@
-"""Whether SGLang would find and load our plugin, as `doctor` says it and `load` needs it."""
+"""Whether SGLang would find and load our plugin and its platform, as `doctor`, `load` and `check` say it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from importlib.metadata import entry_points
 from typing import NamedTuple
 
 from sglang_dsv4 import envs
+from sglang_dsv4.errors import RefusedError
+
+WITHOUT = {
+    envs.PLUGIN: f"SGLang would load this model without {envs.PLUGIN}",
+    envs.CPU_PLATFORM: "SGLang would not load its CPU platform",
+}
+"""What comes of it when SGLang does not load a plugin."""
 
 
 class Finding(NamedTuple):
@@ -17,18 +24,34 @@ class Finding(NamedTuple):
     text: str
 
 
-def allowed_plugins() -> list[str]:
-    """The plugins that SGLANG_PLUGINS restricts SGLang to; empty where it loads all."""
-    return [name.strip() for name in envs.PLUGINS.get().split(",") if name.strip()]
-
-
 def registration() -> Iterator[Finding]:
     """Whether SGLang would load our plugin."""
     names = {entry.name for entry in entry_points(group="sglang.srt.plugins")}
-    if "sglang_dsv4" in names:
-        yield Finding("ok", "entry point", "sglang.srt.plugins: sglang_dsv4")
+    if envs.PLUGIN in names:
+        yield Finding("ok", "entry point", f"sglang.srt.plugins: {envs.PLUGIN}")
     else:
-        yield Finding("stop", "entry point", "sglang.srt.plugins has no sglang_dsv4: install the package with pip")
-    allowed = allowed_plugins()
-    if allowed and "sglang_dsv4" not in allowed:
-        yield Finding("stop", envs.PLUGINS.name, f"lists {', '.join(allowed)} and leaves out sglang_dsv4: add it")
+        yield Finding("stop", "entry point", f"sglang.srt.plugins has no {envs.PLUGIN}: install the package with pip")
+    for name in envs.plugins_left_out(""):
+        yield left_out(name)
+
+
+def left_out(plugin: str) -> Finding:
+    """What to say of a plugin that SGLANG_PLUGINS does not list."""
+    listed = ", ".join(envs.allowed_plugins())
+    return Finding("stop", envs.PLUGINS.name, f"lists {listed} and leaves out {plugin}: add it")
+
+
+def refusal(finding: Finding, plugin: str = envs.PLUGIN) -> RefusedError:
+    """The error, not raised, for a launch that SGLang would do without `plugin`, because of `finding`."""
+    found = f"{finding.subject}: {finding.text}"
+    return RefusedError(WITHOUT[plugin], found=found, remedy="`sglang-dsv4 doctor` says what else would stop a start.")
+
+
+def list_refusals(platform: str) -> list[RefusedError]:
+    """Why SGLANG_PLUGINS keeps what a server on `platform` needs from SGLang; empty when it does not."""
+    return [refusal(left_out(name), name) for name in envs.plugins_left_out(platform)]
+
+
+def platforms() -> set[str]:
+    """The names of SGLang's out-of-tree platforms that are installed."""
+    return {entry.name for entry in entry_points(group="sglang.srt.platforms")}

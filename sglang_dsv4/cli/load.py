@@ -12,21 +12,20 @@ import sys
 import time
 import traceback
 import warnings
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.preflight import survey
-from sglang_dsv4.cli.installed import allowed_plugins, registration
+from sglang_dsv4.cli.installed import list_refusals, platforms, refusal, registration
 from sglang_dsv4.compat import MODEL_IMPL
 from sglang_dsv4.decisions.arch import detect_arch
 from sglang_dsv4.decisions.decide import Flags, decide
 from sglang_dsv4.decisions.gather import inputs_of
 from sglang_dsv4.decisions.moe_names import RUNNERS
+from sglang_dsv4.envs import CPU_PLATFORM
 from sglang_dsv4.errors import Dsv4Error, FlagError, RefusedError, together
 
-CPU_PLATFORM = "dsv4_cpu"
 DRAFT_PATH = "--speculative-draft-model-path"
 
 
@@ -195,11 +194,7 @@ def require_registration() -> None:
     """RefusedError where SGLang would not load our plugin: it takes an unknown --model-impl for its own classes."""
     for finding in registration():
         if finding.state == "stop":
-            raise RefusedError(
-                "SGLang would load this model without sglang_dsv4",
-                found=f"{finding.subject}: {finding.text}",
-                remedy="`sglang-dsv4 doctor` says what else would stop a start.",
-            )
+            raise refusal(finding)
 
 
 def require_device() -> None:
@@ -216,7 +211,7 @@ def require_device() -> None:
 
     if torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available()):
         return
-    if CPU_PLATFORM not in {entry.name for entry in entry_points(group="sglang.srt.platforms")}:
+    if CPU_PLATFORM not in platforms():
         raise RefusedError(
             "SGLang cannot build a model on this machine",
             found="no GPU, and no CPU platform for SGLang",
@@ -229,10 +224,5 @@ def require_device() -> None:
 
 def require_cpu_plugin() -> None:
     """RefusedError where SGLang would take the CPU platform without the plugin that makes it work."""
-    allowed = allowed_plugins()
-    if allowed and CPU_PLATFORM not in allowed:
-        raise RefusedError(
-            "SGLang would not load its CPU platform",
-            found=f"{envs.PLUGINS.name} lists {', '.join(allowed)}",
-            remedy=f"Add {CPU_PLATFORM} to it, or unset it.",
-        )
+    for error in list_refusals(CPU_PLATFORM):
+        raise error

@@ -61,7 +61,7 @@ def test_a_load_without_the_cpu_platform_is_refused(capsys, monkeypatch, checkpo
     monkeypatch.setenv("SGLANG_PLUGINS", "sglang_dsv4, another")
     assert main(["load", str(checkpoint)]) == 1
     err = capsys.readouterr().err
-    assert "SGLANG_PLUGINS lists sglang_dsv4, another. Add dsv4_cpu to it" in err
+    assert "SGLANG_PLUGINS: lists sglang_dsv4, another and leaves out dsv4_cpu: add it" in err
 
 
 @pytest.mark.parametrize("command", ["check", "load"])
