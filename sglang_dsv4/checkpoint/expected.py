@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.dialects import ROOT_SPELLINGS
-from sglang_dsv4.checkpoint.formats import classify, role, shape_faults
+from sglang_dsv4.checkpoint.formats import classify, lacking, role, shape_faults
 from sglang_dsv4.checkpoint.layout import Layout
 from sglang_dsv4.checkpoint.modules import (
     NOT_TEXT,
@@ -22,7 +23,7 @@ from sglang_dsv4.checkpoint.modules import (
     root_modules,
     stage_modules,
 )
-from sglang_dsv4.checkpoint.names import collapse, join_indices
+from sglang_dsv4.checkpoint.names import collapse, counted, join_indices
 from sglang_dsv4.checkpoint.view import Indices, NativeView, Parts
 from sglang_dsv4.errors import ConfigError, IncompleteLoadError
 
@@ -37,30 +38,41 @@ NAMES = ("missing", "unexpected")
 class Completeness:
     """Every difference between a checkpoint and the model its config describes, by native name, collapsed.
 
-    `absent` lists what may be absent and is: sinks, an own head, a draft's own embedding.
+    `halves` lists what is missing of modules that are there in part, such as the scale of a weight, with what it is
+    missing beside; `missing` the rest. `absent` lists what may be absent and is: sinks, an own head, a draft's own
+    embedding.
     """
 
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    wrong: tuple[str, ...]
-    absent: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    halves: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     def lines(self, *words: str) -> list[str]:
-        """Every difference of these kinds (of `missing`, `unexpected`, `wrong`) after its kind."""
-        return [f"{word}: {line}" for word in words for line in getattr(self, word)]
+        """Every difference of these kinds (of `missing`, `unexpected`, `wrong`) after its kind.
+
+        What is missing of a module that is there in part comes with `wrong`: no load survives it.
+        """
+        return [f"{word}: {line}" for word, lines in self._groups(words) for line in lines]
+
+    def _groups(self, words: Iterable[str]) -> list[tuple[str, tuple[str, ...]]]:
+        halves = self.halves if "wrong" in words else ()
+        missing = self.missing if "missing" in words else ()
+        return [("missing", halves + missing), *((word, getattr(self, word)) for word in words if word != "missing")]
 
     def raise_if_incomplete(self, where: str, *, strict: bool = True) -> None:
         """One IncompleteLoadError that lists everything; nothing when the checkpoint is complete.
 
-        With `strict` off only a wrong shape or dtype raises: SGLang would cut it, pad it or convert it without a word.
+        With `strict` off only half a module and a wrong shape or dtype raise: SGLang would take the one for what it is
+        not, and cut, pad or convert the other, without a word.
         """
-        words = (*NAMES, "wrong") if strict else ("wrong",)
-        if not self.lines(*words):
+        groups = self._groups((*NAMES, "wrong") if strict else ("wrong",))
+        if not any(lines for _, lines in groups):
             return
-        groups = [(word, getattr(self, word)) for word in words]
         raise IncompleteLoadError(
             f"{where}: the tensors are not those of the model in config.json",
-            found=", ".join(f"{len(lines)} kinds {word}" for word, lines in groups if lines),
+            found=", ".join(f"{counted(len(lines), 'kind')} {word}" for word, lines in groups if lines),
             remedy="Use the config.json of this checkpoint, or download the missing files.",
             details=[f"{word}: {line}{_tried(line, word)}" for word, lines in groups for line in lines],
         )
@@ -75,7 +87,7 @@ def _tried(line: str, word: str) -> str:
 def compare(view: NativeView, config: ModelConfigFacts, layout: Layout) -> Completeness:
     """Compare a checkpoint's tensors with the model of its config, of which `layout` says the drafts and FP8 blocks.
 
-    A view with no `layers.*` at all is a separate draft, and needs no target.
+    A view that holds `mtp.*` and no `layers.*` at all is a separate draft, and needs no target.
     """
     return _Comparison(view, config).run(layout)
 
@@ -87,13 +99,17 @@ class _Comparison:
         self.missing: list[str] = []
         self.unexpected = [info.name for info in view.unknown]
         self.absent: list[str] = []
+        self.halves: dict[tuple[str, str], list[str]] = {}  # (missing suffix, suffix that is there) -> names
         self.faults: dict[str, list[str]] = {}  # fault -> names
         self.expected: dict[str, set[Indices]] = {}
-        self.verdicts: dict[tuple, tuple[tuple[str, str], ...]] = {}
+        self.verdicts: dict[tuple, tuple[_Fault, ...]] = {}
+        layered, drafted = any(place.startswith("layers.*.") for place in view.modules), bool(view.stages())
+        self.targeted = layered or not drafted
+        self.allowed = self.absent if layered or drafted else self.missing  # where all is missing, nothing is optional
 
     def run(self, layout: Layout) -> Completeness:
         config, stages = self.config, layout.stages
-        if any(place.startswith("layers.*.") for place in self.view.modules):
+        if self.targeted:
             size = derived(config)
             self.block = _square(layout.target_dense.block)
             self._rows(root_modules(config.family), "", [()], size)
@@ -109,9 +125,12 @@ class _Comparison:
                 here = [row for row in rows if _in_stage(row, stage, stages)]
                 self._rows(here, "mtp.*.", [(stage,)], size)
         self._surplus()
-        wrong = [f"{line}: {fault}" for fault, names in self.faults.items() for line in collapse(names)]
         return Completeness(
-            *(tuple(part) for part in (collapse(self.missing), collapse(self.unexpected), wrong, collapse(self.absent)))
+            missing=tuple(collapse(self.missing)),
+            halves=tuple(_beside(line, *pair) for pair, names in self.halves.items() for line in collapse(names)),
+            unexpected=tuple(collapse(self.unexpected)),
+            wrong=tuple(f"{line}: {fault}" for fault, names in self.faults.items() for line in collapse(names)),
+            absent=tuple(collapse(self.absent)),
         )
 
     def _stack(self, rows: Sequence[Module], prefix: str) -> Sequence[Module]:
@@ -131,9 +150,16 @@ class _Comparison:
                 parts = group.get(at)
                 if parts is not None:
                     self._check(row, place, at, parts, shape)
+                elif row.kind is ModuleKind.STACK and row.optional and self._lacks_scale(place, at):
+                    self.halves.setdefault(("_scale", ""), []).append(_name(place, at, ""))
                 else:
-                    names = self.absent if row.optional else self.missing
+                    names = self.allowed if row.optional else self.missing
                     names.append(_name(place, at, "" if row.kind in _WHOLE else "weight"))
+
+    def _lacks_scale(self, place: str, at: Indices) -> bool:
+        """Whether the stacked experts that a scale belongs to are there, and quantised."""
+        weight = self.view.place(place.removesuffix("_scale")).get(at)
+        return weight is not None and bool(lacking({"weight": weight[""].dtype}))
 
     def _shape(self, row: Module, place: str, size: dict[str, int]) -> tuple[int, ...]:
         try:
@@ -150,16 +176,19 @@ class _Comparison:
         verdict = self.verdicts.get(key)
         if verdict is None:
             verdict = self.verdicts[key] = tuple(self._judge(row, parts, shape))
-        for suffix, fault in verdict:
-            if fault == _MISSING:
-                self.missing.append(_name(place, at, suffix))
-            elif fault == _UNEXPECTED:
-                self.unexpected.append(_name(place, at, suffix))
+        for suffix, fault, beside in verdict:
+            name = _name(place, at, suffix)
+            if fault == _UNEXPECTED:
+                self.unexpected.append(name)
+            elif fault != _MISSING:
+                self.faults.setdefault(fault, []).append(name)
+            elif beside:
+                self.halves.setdefault((f".{suffix}", f".{beside}"), []).append(name)
             else:
-                self.faults.setdefault(fault, []).append(_name(place, at, suffix))
+                self.missing.append(name)
 
-    def _judge(self, row: Module, parts: Parts, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-        """(suffix, fault) of everything wrong with one module's tensors."""
+    def _judge(self, row: Module, parts: Parts, shape: tuple[int, ...]) -> Iterator[_Fault]:
+        """Everything that is wrong with one module's tensors."""
         if row.kind in (ModuleKind.LINEAR, ModuleKind.EXPERT):
             yield from self._judge_linear(parts, shape, self.block)
         elif row.kind is ModuleKind.TABLE:
@@ -168,32 +197,33 @@ class _Comparison:
             wanted = "" if row.kind in _WHOLE else "weight"
             for suffix in parts:
                 if suffix != wanted:
-                    yield suffix, _UNEXPECTED
+                    yield _Fault(suffix, _UNEXPECTED)
             if wanted not in parts:
-                yield wanted, _MISSING
+                yield _Fault(wanted, _MISSING)
                 return
             info = parts[wanted]
             found = info.shape[: len(shape)] if row.kind is ModuleKind.STACK else info.shape
             if found != shape:
-                yield wanted, _differs(info.shape, shape)
+                yield _Fault(wanted, _differs(info.shape, shape))
             dtypes = _INTEGERS if row.kind is ModuleKind.IDS else _FLOATS
             if row.kind is not ModuleKind.STACK and info.dtype not in dtypes:
-                yield wanted, f"found dtype {info.dtype}, expected {' or '.join(dtypes)}"
+                yield _Fault(wanted, f"found dtype {info.dtype}, expected {' or '.join(dtypes)}")
 
-    def _judge_linear(self, parts: Parts, shape: tuple[int, ...], block: tuple[int, int]) -> Iterator[tuple[str, str]]:
+    def _judge_linear(self, parts: Parts, shape: tuple[int, ...], block: tuple[int, int]) -> Iterator[_Fault]:
         by_role = {role(suffix): (suffix, info) for suffix, info in parts.items()}
-        rule = classify({name: info.dtype for name, (_, info) in by_role.items()})
+        dtypes = {name: info.dtype for name, (_, info) in by_role.items()}
+        rule = classify(dtypes)
         if rule is not None:
             shapes = {name: info.shape for name, (_, info) in by_role.items()}
             for name, found, wanted in shape_faults(rule, shapes, shape, block):
-                yield by_role[name][0], _differs(found, wanted)
-        elif "weight" not in by_role and "weight_packed" not in by_role and "qweight" not in by_role:
-            yield "weight", _MISSING
-        elif by_role.keys() == {"weight"}:
-            yield "scale", _MISSING
+                yield _Fault(by_role[name][0], _differs(found, wanted))
+        elif lacks := lacking(dtypes):
+            for name in lacks:
+                yield _Fault(name, _MISSING, beside=next(iter(parts)))
         else:
+            siblings = ", ".join(sorted(parts))
             for suffix, info in by_role.values():
-                yield suffix, f"found dtype {info.dtype}, in no known set of siblings ({', '.join(sorted(parts))})"
+                yield _Fault(suffix, f"found dtype {info.dtype}, in no known set of siblings ({siblings})")
 
     def _surplus(self) -> None:
         for place, group in self.view.modules.items():
@@ -207,6 +237,14 @@ _WHOLE = (ModuleKind.BARE, ModuleKind.IDS, ModuleKind.STACK)
 _MISSING, _UNEXPECTED = "missing", "unexpected"
 
 
+class _Fault(NamedTuple):
+    """One fault of a module: of the tensor with this suffix, what; and for a missing one, a suffix that is there."""
+
+    suffix: str
+    what: str
+    beside: str = ""
+
+
 def _square(edge: int | None) -> tuple[int, int]:
     return (edge or 128, edge or 128)
 
@@ -214,6 +252,11 @@ def _square(edge: int | None) -> tuple[int, int]:
 def _name(place: str, at: Indices, suffix: str) -> str:
     name = join_indices(place, list(map(str, at)))
     return f"{name}.{suffix}" if suffix else name
+
+
+def _beside(line: str, lacks: str, there: str) -> str:
+    """A collapsed line of missing names, all of which end in `lacks`, with what they are missing beside."""
+    return f"{line} ({line.removesuffix(lacks)}{there} is without its {lacks[1:]})"
 
 
 def _differs(found: tuple[int, ...], expected: tuple[int, ...]) -> str:

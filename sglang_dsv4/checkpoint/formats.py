@@ -103,6 +103,21 @@ def classify(dtypes: Mapping[str, str]) -> Rule | None:
     return None
 
 
+def lacking(dtypes: Mapping[str, str]) -> tuple[str, ...]:
+    """The roles that the tensors of one module, given as for `classify`, lack until some rule fits them: the fewest.
+
+    Empty when nothing is lacking, and when no further tensor would help.
+    """
+    present = dtypes.keys() - {"bias"}
+    lacks = [
+        tuple(name for name in rule.needs if name not in present)
+        for rule in RULES
+        if present <= rule.needs.keys() | rule.may
+        and all(dtypes[name] in allowed for name, allowed in rule.needs.items() if name in present)
+    ]
+    return min(lacks, key=len, default=())
+
+
 def weight_role(rule: Rule) -> str:
     """Which role holds the packed weight."""
     return next(iter(rule.needs))

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
-from sglang_dsv4.checkpoint.formats import Format, Rule, classify, role, square_blocks, weight_role
+from sglang_dsv4.checkpoint.formats import Format, Rule, classify, lacking, role, square_blocks, weight_role
 from sglang_dsv4.checkpoint.headers import TensorInfo
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind
@@ -105,8 +105,9 @@ def detect_layout(checkpoint: Checkpoint | NativeView, config: ModelConfigFacts 
     `config` only breaks the tie where small shapes fit several FP8 blocks; a checkpoint brings its own.
 
     Raises:
-        LayoutError: routed experts in several formats, another linear stored in no known way (an FP8 weight without
-            its scale), draft stages with a gap or of no known kind, FP8 scales that fit no block.
+        LayoutError: routed experts in several formats, another linear stored in no known way, draft stages with a gap
+            or of no known kind, FP8 scales that fit no block. A weight without its scale, or half a pair of any kind,
+            is none: what is missing is for `expected.compare` to tell.
     """
     view = checkpoint if isinstance(checkpoint, NativeView) else checkpoint.view
     layout, faults = survey_layout(view, checkpoint.config if isinstance(checkpoint, Checkpoint) else config)
@@ -147,8 +148,9 @@ def _experts(view: NativeView, prefix: str, whose: str, faults: list[LayoutError
         found = _distinct(parts for place in places for parts in view.place(place).values())
     if not found:
         return ExpertLayout(None)
+    whole = [(rule, parts) for rule, parts in found if rule or not _lacking(parts)]
     formats: dict[Format, Parts] = {}
-    for rule, parts in found:
+    for rule, parts in whole or found:
         formats.setdefault(rule.format if rule else Format.UNKNOWN, parts)
     if len(formats) > 1:
         faults.append(
@@ -194,6 +196,10 @@ def _rule_of(parts: Parts) -> Rule | None:
     return classify({role(suffix): info.dtype for suffix, info in parts.items()})
 
 
+def _lacking(parts: Parts) -> tuple[str, ...]:
+    return lacking({role(suffix): info.dtype for suffix, info in parts.items()})
+
+
 def _scale_dtype(parts: Parts) -> str | None:
     return next((info.dtype for suffix, info in parts.items() if role(suffix) in ("scale", "scales")), None)
 
@@ -216,7 +222,8 @@ def _dense(view: NativeView, prefix: str, hint: int | None, faults: list[LayoutE
         for indices, parts in group.items():
             rule = _rule_of(parts)
             if rule is None:
-                unknown.append(parts)
+                if not _lacking(parts):
+                    unknown.append(parts)
                 continue
             formats[rule.format] += 1
             if place.endswith(".attn.wo_a"):
@@ -232,12 +239,11 @@ def _dense(view: NativeView, prefix: str, hint: int | None, faults: list[LayoutE
 
 
 def _unknown_linear(parts: Parts, others: list[Parts]) -> LayoutError:
-    alone = {role(suffix) for suffix in parts} == {"weight"}
     info = next(iter(parts.values()))
     return LayoutError(
-        f"{info.name}: {'a quantised weight without its scale' if alone else 'stored in a way that is not known'}",
+        f"{info.name}: stored in a way that is not known",
         found=_describe(parts),
-        expected="scale, weight_scale or weight_scale_inv beside it" if alone else "a known set of siblings",
+        expected="a known set of siblings",
         remedy="Download the checkpoint again, or use a complete conversion.",
         details=samples(info.name for some in others for info in some.values()),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from sglang_dsv4.checkpoint.expected import Completeness, compare
 from sglang_dsv4.checkpoint.headers import TensorInfo
@@ -43,9 +43,9 @@ def survey(
     """Inspect a checkpoint; returns what it holds and everything that is wrong with it.
 
     target, draft: the halves that will be loaded; a missing, unexpected or wrong tensor of the other is no fault. With
-    `strict` off only a wrong one of these is. The inspection is None where the faults leave nothing to inspect. Raises
-    nothing of this package: no folder, no config, a broken header or index, unknown names, an unknown layout are all
-    returned.
+    `strict` off only a wrong one of these is, and one that is missing of a module that is there in part. The inspection
+    is None where the faults leave nothing to inspect. Raises nothing of this package: no folder, no config, a broken
+    header or index, unknown names, an unknown layout are all returned.
     """
     faults: list[Dsv4Error] = []
     try:
@@ -56,14 +56,13 @@ def survey(
         inspection, found = _inspect(checkpoint, tensors.values())
     except Dsv4Error as error:
         return None, [*faults, *error.parts]
-    faults += found
     for wanted, half in ((target, inspection.target), (draft, inspection.draft)):
         try:
             if wanted:
                 half.raise_if_incomplete(checkpoint.storage.uri, strict=strict)
         except IncompleteLoadError as error:
             faults.append(error)
-    return inspection, faults
+    return inspection, [*faults, *found]  # what is missing comes first: the layout may be unclear because of it
 
 
 def _inspect(checkpoint: Checkpoint, tensors: Iterable[TensorInfo]) -> tuple[Inspection, list[Dsv4Error]]:
@@ -71,7 +70,7 @@ def _inspect(checkpoint: Checkpoint, tensors: Iterable[TensorInfo]) -> tuple[Ins
     layout, faults = survey_layout(view, config)
     found = compare(view, config, layout)
     untold = bool(view.stages()) and not layout.stages
-    draft = Completeness((), (), (), ()) if untold else _half(found, draft=True)
+    draft = Completeness() if untold else _half(found, draft=True)
     claims = tuple(disagreements(config, layout))
     misled = [_misled(checkpoint, claim) for claim in claims if claim.key == BLOCK_KEY]
     return Inspection(checkpoint, view, layout, _half(found, draft=False), draft, claims), [*faults, *misled]
@@ -87,5 +86,7 @@ def _misled(checkpoint: Checkpoint, claim: Disagreement) -> ConfigError:
 
 
 def _half(found: Completeness, *, draft: bool) -> Completeness:
-    groups = (found.missing, found.unexpected, found.wrong, found.absent)
-    return Completeness(*(tuple(line for line in group if is_draft(line) == draft) for group in groups))
+    groups = {field.name: getattr(found, field.name) for field in fields(found)}
+    return Completeness(
+        **{name: tuple(line for line in lines if is_draft(line) == draft) for name, lines in groups.items()}
+    )

@@ -175,11 +175,13 @@ def settle_flags(model: str, *, draft: bool) -> None:
     """Write the flags that the checkpoint decides before SGLang is imported, as the parent of a server does for it.
 
     SGLang freezes SGLANG_OPT_FP8_WO_A_GEMM when its model module is imported, which here is the same process.
-    draft: whether a draft will be loaded from this checkpoint; RefusedError when it has none.
+    draft: whether a draft will be loaded from this checkpoint; RefusedError when it has none. Raises what is wrong with
+    flags and files, all together.
     """
-    files, faults = survey(model, target=False)  # whether it is complete is for the launch to say
-    if files is None or faults:
-        raise together(faults)
+    misread = envs.environment_errors()
+    files, faults = survey(model, draft=draft, strict=bool(misread) or envs.STRICT.get())
+    if files is None or misread or faults:
+        raise together([*misread, *faults])
     if draft and not files.view.stages():
         raise RefusedError(
             f"{model} bundles no draft to load",

@@ -44,7 +44,7 @@ def test_each_missing_tensor_is_found(group):
     spec = native(group)
     optional = {f"layers.{layer}.attn.attn_sink" for layer in range(5)} | {"head.weight"}
     optional |= {f"mtp.{stage}.attn.attn_sink" for stage in range(3)}
-    bare = [name for name in spec if not name.endswith((".weight", ".scale"))]  # a lost scale is the layout's to find
+    bare = [name for name in spec if not name.endswith((".weight", ".scale"))]
     for name in [*bare[::2], "norm.weight", "layers.4.attn.q_norm.weight", "layers.2.attn.indexer.weights_proj.weight"]:
         rest = {other: value for other, value in spec.items() if other != name}
         found = report(rest, group=group)
@@ -53,6 +53,62 @@ def test_each_missing_tensor_is_found(group):
             assert name in found.absent
         else:
             assert (found.missing, found.unexpected, found.wrong) == ((name,), (), ())
+
+
+PAIRS = ["layers.3.ffn.experts.5.w2", "layers.2.attn.wq_a", "layers.1.attn.wo_a", "layers.0.ffn.shared_experts.w1"]
+
+
+@pytest.mark.parametrize("stem", [*PAIRS, "mtp.0.ffn.experts.0.w1", "mtp.0.e_proj"])
+@pytest.mark.parametrize(("lost", "kept"), [("weight", "scale"), ("scale", "weight")])
+@pytest.mark.parametrize("strict", [True, False])
+def test_half_a_pair_is_missing_whatever_the_strictness(stem, lost, kept, strict):
+    spec = native()
+    del spec[f"{stem}.{lost}"]
+    with pytest.raises(IncompleteLoadError, match=r"found 1 kind missing\.") as caught:
+        report(spec).raise_if_incomplete("model", strict=strict)
+    assert caught.value.details == (f"missing: {stem}.{lost} ({stem}.{kept} is without its {lost})",)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lost", "said"),
+    [
+        ("nvfp4_modelopt", "weight_scale", "scale ({stem}.weight is without its scale)"),
+        ("nvfp4_modelopt", "weight_scale_2", "weight_scale_2 ({stem}.weight is without its weight_scale_2)"),
+        ("nvfp4_modelopt", "weight", "weight ({stem}.weight_scale is without its weight)"),
+        ("ct_redhat_nvfp4_fp8", "weight_packed", "weight_packed ({stem}.weight_scale is without its weight_packed)"),
+        ("autoround_w4a16_native", "qzeros", "qzeros ({stem}.qweight is without its qzeros)"),
+    ],
+)
+def test_every_sibling_that_is_lost_is_named(layout, lost, said):
+    stem = "layers.3.ffn.experts.5.w2"
+    spec = grammar.expand(layout, "tiny_flash")
+    del spec[f"{stem}.{lost}"]
+    found = report(spec, layout, group="none")
+    assert found.halves == (f"{stem}.{said.format(stem=stem)}",)
+    assert (found.missing, found.unexpected, found.wrong) == ((), (), ())
+
+
+def test_lost_scales_are_one_line_a_place():
+    spec = {name: value for name, value in native().items() if not name.endswith(".w2.scale")}
+    [line] = [line for line in report(spec).halves if line.startswith("layers.") and ".experts.{" in line]
+    assert line == (
+        "layers.{0..4}.ffn.experts.{0..7}.w2.scale (layers.{0..4}.ffn.experts.{0..7}.w2.weight is without its scale)"
+    )
+
+
+def test_stacked_experts_without_their_scales():
+    layout = "transformers_fp8_fp4_stacked"
+    spec = grammar.expand(layout, "tiny_flash")
+    del spec["model.layers.2.mlp.experts.down_proj_scale_inv"]
+    place = "layers.2.ffn.experts.down_proj"
+    assert report(spec, layout, group="none").halves == (f"{place}_scale ({place} is without its scale)",)
+
+
+def test_of_a_folder_without_layers_everything_is_missing():
+    """The first shard of a release alone is no draft."""
+    found = report({"embed.weight": native()["embed.weight"]})
+    assert {"head.weight", "norm.weight", "layers.{0..4}.attn.wq_a.weight"} <= set(found.missing)
+    assert (found.unexpected, found.wrong, found.absent) == ((), (), ())
 
 
 def test_one_missing_expert_among_many():
@@ -158,7 +214,7 @@ def test_everything_is_raised_once():
     del spec["norm.weight"]
     spec["layers.0.attn.stranger.weight"] = ("BF16", (4,))
     spec["layers.0.attn_norm.weight"] = ("BF16", (255,))
-    with pytest.raises(IncompleteLoadError, match="1 kinds missing, 1 kinds unexpected, 1 kinds wrong") as caught:
+    with pytest.raises(IncompleteLoadError, match="1 kind missing, 1 kind unexpected, 1 kind wrong") as caught:
         report(spec).raise_if_incomplete("model")
     assert caught.value.details == (
         "missing: norm.weight (nor as model.norm, final_norm)",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dsv4.checkpoint.names import collapse, join_indices, samples, shorten, split_indices
+from sglang_dsv4.checkpoint.names import collapse, counted, join_indices, samples, shorten, split_indices
 
 
 def unfold(line: str) -> list[str]:
@@ -59,6 +59,11 @@ def test_splitting_is_undone_by_joining(name):
 
 def test_samples_count_what_they_leave_out():
     assert samples([f"name{letter}" for letter in "abcdefgh"], limit=2) == ["namea", "nameb", "... and 6 more"]
+
+
+def test_counted_agrees_with_its_number():
+    assert [counted(n, "kind") for n in (0, 1, 2)] == ["0 kinds", "1 kind", "2 kinds"]
+    assert [counted(n, "entry", "entries") for n in (0, 1, 2)] == ["0 entries", "1 entry", "2 entries"]
 
 
 def test_shorten_makes_text_printable():
