@@ -63,7 +63,7 @@ class Inputs:
     runner          --moe-runner-backend
     arch            one of moe_names.ARCHS
     fuse_shared     --enforce-shared-experts-fusion
-    padded          whether the loader pads slices that do not end on a block
+    padded          whether the loader may fill up slices that do not end on a block
     serving         False for a load outside a server, which needs no device for the draft
     """
 

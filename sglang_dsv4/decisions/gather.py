@@ -10,7 +10,7 @@ from sglang_dsv4.checkpoint.layout import ExpertLayout, Layout
 from sglang_dsv4.decisions.decide import Flags, Inputs
 from sglang_dsv4.decisions.drafts import Speculation
 from sglang_dsv4.decisions.fp4 import ExpertDecision, ExpertFacts, Experts, Role, decide_experts
-from sglang_dsv4.decisions.parallel import Ranks, Sizes, pads
+from sglang_dsv4.decisions.parallel import Ranks, Sizes
 from sglang_dsv4.decisions.quantization import Fits
 
 ONE_RANK = Ranks()
@@ -103,12 +103,6 @@ def speculation_of(arguments: Any) -> Speculation:
     )
 
 
-def _pads(ranks: Ranks) -> bool:
-    whole = ranks.resolved()
-    shares = whole.ep * whole.moe_dp  # of no use where it is refused: not positive, or no divisor of TP
-    return shares > 0 and whole.tp % shares == 0 and pads(whole.tp, whole.moe_tp)
-
-
 def wo_a_of(layout: Layout) -> str | None:
     """`fp8`, `bf16` or `mixed`; None when no layer tells."""
     found = {"fp8" if form is Format.FP8 else "bf16" for form in layout.target_dense.wo_a.values()}
@@ -152,6 +146,6 @@ def inputs_of(
         runner=runner,
         fuse_shared=fuse_shared,
         speculation=speculation,
-        padded=_pads(ranks),
+        padded=True,
         serving=serving,
     )

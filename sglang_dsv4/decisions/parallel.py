@@ -147,7 +147,8 @@ def parallel_refusals(
 
     arch         one of moe_names.ARCHS
     shared_tp1   SGLANG_SHARED_EXPERT_TP1: every rank holds the whole shared expert
-    padded       slices are dealt in whole blocks and padded with zeros, so a width only has to give every rank a block
+    padded       where `pads` says so, slices are dealt in whole blocks and filled up with zeros: a width only has to
+                 give every rank a block
     The last refusal's remedy lists the sizes that work.
     """
     faults = list(_faults(sizes, ranks, routed, arch, shared_tp1, padded))
@@ -180,20 +181,33 @@ def working_tp(
     return [tp for tp in range(1, MOST_RANKS + 1) if works(tp)]
 
 
+def working_ep(
+    sizes: Sizes, ranks: Ranks, routed: Width, *, arch: str, shared_tp1: bool = False, padded: bool = False
+) -> list[int]:
+    """The EP sizes that work with the TP size and the others as given; empty under an all-to-all that sets EP."""
+    if ranks.a2a in EP_SPANS_TP:
+        return []
+    tried = (replace(ranks, ep=ep) for ep in range(1, min(ranks.tp, MOST_RANKS) + 1) if ranks.tp % ep == 0)
+    return [one.ep for one in tried if next(_faults(sizes, one, routed, arch, shared_tp1, padded), None) is None]
+
+
 @functools.lru_cache(maxsize=256)
 def working_sizes(
     sizes: Sizes, ranks: Ranks, routed: Width, *, arch: str, shared_tp1: bool = False, padded: bool = False
 ) -> str:
-    """A sentence that lists the TP sizes which work for this checkpoint, with and without expert parallelism."""
+    """A sentence that lists the EP sizes which work with the TP size given, and the TP sizes with EP 1 and EP = TP."""
     tried = [(False, shared_tp1), (True, shared_tp1), (True, True)]
     if ranks.a2a in EP_SPANS_TP:
         tried = tried[1:]
-    parts, seen = [], []
+    ep = working_ep(sizes, ranks, routed, arch=arch, shared_tp1=shared_tp1, padded=padded)
+    parts, seen = [f"--ep-size {_listed(ep)} with --tp-size {ranks.tp}"] if ep else [], []
     for spanning, tp1 in tried:
         works = working_tp(sizes, ranks, routed, arch=arch, spanning=spanning, shared_tp1=tp1, padded=padded)
+        if works in seen and spanning and tp1 == shared_tp1 and ranks.ep != 1:
+            parts[-1] += " or equal to it"
         if works and works not in seen:
             seen.append(works)
-            with_ep = " with --ep-size equal to it" if spanning else ""
+            with_ep = " with --ep-size equal to it" if spanning else " with --ep-size 1" if ranks.ep != 1 else ""
             with_tp1 = " and SGLANG_SHARED_EXPERT_TP1=1" if tp1 and not shared_tp1 else ""
             parts.append(f"--tp-size {_listed(works)}{with_ep}{with_tp1}")
     return f"Sizes that work: {'; '.join(parts)}." if parts else "No TP size works with the other sizes given."
@@ -236,11 +250,12 @@ def _groups(sizes: Sizes, ranks: Ranks, arch: str) -> Iterator[Refusal]:
         what = f"--tp-size {tp} is no multiple of attention DP x CP"
         yield Refusal("parallel-attn", what, found=found, remedy=remedy)
     if tp % (ep * ranks.moe_dp) or (ranks.moe_dp > 1 and ep > 1 and ep * ranks.moe_dp != tp):
-        found = f"EP {ep} x MoE DP {ranks.moe_dp}"
+        given = f"--ep-size {ep}" if ranks.moe_dp == 1 else f"--ep-size {ep} x --moe-dp-size {ranks.moe_dp}"
+        fault = "does not divide" if tp % (ep * ranks.moe_dp) else "is not"
         divisor = "Choose an --ep-size that divides it."
         remedy = divisor if ranks.moe_dp == 1 else f"Leave out --moe-dp-size. {divisor}"
-        what = f"--tp-size {tp} cannot be shared out to the experts"
-        yield Refusal("parallel-ep", what, found=found, remedy=remedy)
+        what = f"{given} {fault} --tp-size {tp}"
+        yield Refusal("parallel-ep", what, remedy=remedy)
     if ranks.moe_dp > 1 and ranks.pp > 1:
         what = "--moe-dp-size above 1 excludes pipeline parallelism"
         remedy = "Leave out --moe-dp-size or --pp-size."
@@ -298,6 +313,7 @@ def _experts(sizes: Sizes, ranks: Ranks) -> Iterator[Refusal]:
 
 
 def _widths(sizes: Sizes, ranks: Ranks, routed: Width, shared_tp1: bool, padded: bool) -> Iterator[Refusal]:
+    padded = padded and pads(ranks.tp, ranks.moe_tp)
     problem = _width_problem(sizes.moe_intermediate, ranks.moe_tp, routed.multiple, padded)
     if problem:
         what = f"routed experts: a width of {sizes.moe_intermediate} over {ranks.moe_tp} ranks"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from sglang_dsv4 import envs
@@ -68,8 +70,8 @@ def _fixes(inputs: Inputs) -> Iterator[tuple[int, Fix]]:
     yield 1, lambda given: _spec(given, runner=None)
     yield 1, lambda given: replace(given, fuse_shared=False)
     yield 1, lambda given: _algorithm(given)
-    yield 1, lambda given: _ranks(given, ep=1)
-    yield 1, lambda given: _ranks(given, ep=tp)
+    for divisor in _near_divisors(tp, inputs.ranks.ep):
+        yield 1, functools.partial(_ranks, ep=divisor)
     yield 2, lambda given: replace(given, runner="auto")
     yield 2, lambda given: _flag(given, dequant=True)
     yield 2, lambda given: _flag(given, dequant=None)
@@ -79,7 +81,7 @@ def _fixes(inputs: Inputs) -> Iterator[tuple[int, Fix]]:
     yield 4, lambda given: _ranks(given, attn_dp=4 if tp % 4 == 0 else 1)
     yield 4, lambda given: _ranks(given, **dict.fromkeys(_CONTEXT_AND_DATA, 1))
     for cost, smaller in enumerate(_smaller(tp), 8):
-        yield cost, functools.partial(_ranks, tp=smaller)
+        yield cost, functools.partial(_on_fewer, tp=smaller)
     yield 8, lambda given: _spec(given, algorithm=None)
     yield 8, lambda given: _ranks(given, pp=1)
 
@@ -92,6 +94,18 @@ def _smaller(tp: int) -> Iterator[int]:
             yield size
         size //= 2
     yield 1
+
+
+def _near_divisors(tp: int, ep: int) -> list[int]:
+    """The EP sizes that a TP size allows, the ones nearest to the one given first."""
+    divisors = [size for size in range(1, min(tp, MOST_RANKS) + 1) if tp % size == 0]
+    return sorted(divisors, key=lambda size: abs(size - ep))
+
+
+def _on_fewer(inputs: Inputs, tp: int) -> Inputs:
+    """A smaller TP size; EP follows where it spanned the old one, and else keeps what divides the new one."""
+    ranks = inputs.ranks
+    return _ranks(inputs, tp=tp, ep=tp if ranks.ep == ranks.tp else math.gcd(ranks.ep, tp))
 
 
 def _algorithm(inputs: Inputs) -> Inputs:
@@ -143,13 +157,17 @@ _SPECULATION = (
 )
 
 
-def launch_line(inputs: Inputs, model_path: str) -> str:
-    """The shell line that launches `inputs`: flags that differ from their default, then options that do."""
-    variables = [
-        f"{flag.name}={int(value)}"
-        for name, flag in _ENVIRONMENT
-        if (value := getattr(inputs.flags, name)) is not None and value != getattr(Flags(), name)
-    ]
+def launch_line(
+    inputs: Inputs, model_path: str, *, others: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> str:
+    """The shell line that launches `inputs`: flags that differ from their default, then options that do.
+
+    It works in a shell that exports `environ` (this one's by default): what is set there and must not be is unset.
+    others: options that no decision is about; they come last.
+    """
+    environ = os.environ if environ is None else environ
+    settings = [*_settings(inputs, environ)]
+    unset = [word for name in _in_the_way(inputs, environ) for word in ("-u", name)]
     command = ["python", "-m", "sglang.launch_server", "--model-path", model_path, "--model-impl", "sglang_dsv4"]
     for name, option in _SIZES:
         value = getattr(inputs.ranks, name)
@@ -161,7 +179,43 @@ def launch_line(inputs: Inputs, model_path: str) -> str:
         command += ["--moe-runner-backend", inputs.runner]
     if inputs.fuse_shared:
         command.append("--enforce-shared-experts-fusion")
-    return " ".join([*variables, shlex.join([*command, *_speculative(inputs.speculation)])])
+    words = [*command, *_speculative(inputs.speculation), *others]
+    return " ".join([*(["env", *unset] if unset else []), *settings, shlex.join(words)])
+
+
+def _settings(inputs: Inputs, environ: Mapping[str, str]) -> Iterator[str]:
+    """NAME=value for each flag that the launch needs."""
+    for name, flag in _ENVIRONMENT:
+        value = getattr(inputs.flags, name)
+        if value is not None and value != getattr(Flags(), name):
+            yield f"{flag.name}={int(value)}"
+    platform = _platform(inputs, environ)
+    if inputs.arch == "cpu":
+        yield f"{envs.PLATFORM.name}={shlex.quote(platform)}"
+    left_out = envs.plugins_left_out(platform, environ)
+    if left_out:
+        yield f"{envs.PLUGINS.name}={shlex.quote(','.join([*envs.allowed_plugins(environ), *left_out]))}"
+
+
+def _in_the_way(inputs: Inputs, environ: Mapping[str, str]) -> Iterator[str]:
+    """The names in `environ` that would make another launch of it, and that no setting of the line overrides."""
+    for name, flag in _ENVIRONMENT:
+        wanted = getattr(inputs.flags, name)
+        assigned = wanted is not None and wanted != getattr(Flags(), name)
+        legacy, current = flag.spellings
+        for spelling in (legacy,) if assigned else (legacy, current):
+            if spelling in environ and flag.explicit({spelling: environ[spelling]}) not in (None, wanted):
+                yield spelling
+    if inputs.arch != "cpu" and envs.PLATFORM.get(environ) == envs.CPU_PLATFORM:
+        yield from (spelling for spelling in envs.PLATFORM.spellings if spelling in environ)
+
+
+def _platform(inputs: Inputs, environ: Mapping[str, str]) -> str:
+    """SGLANG_PLATFORM of the launch: on a CPU the one that `environ` names, else ours."""
+    named: str = envs.PLATFORM.get(environ)
+    if inputs.arch == "cpu":
+        return named or envs.CPU_PLATFORM
+    return "" if named == envs.CPU_PLATFORM else named
 
 
 def _speculative(spec: Speculation) -> list[str]:

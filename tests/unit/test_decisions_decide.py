@@ -145,7 +145,7 @@ def test_a_suggestion_keeps_ranks_and_draft_where_it_can():
     better = nearest(wrong)
     assert (better.speculation.algorithm, better.ranks.tp, better.flags.dequant) == ("DSPARK", 8, True)
     wide = nearest(launch(sizes=PRO, ranks=Ranks(16), flags=Flags(dequant=True)))
-    assert (wide.ranks.tp, wide.ranks.ep, wide.flags.shared_tp1) == (16, 16, True)
+    assert (wide.ranks.tp, wide.ranks.ep, wide.flags.shared_tp1) == (16, 2, True)
 
 
 def test_a_suggestion_does_not_swap_one_refusal_for_another():
@@ -155,6 +155,20 @@ def test_a_suggestion_does_not_swap_one_refusal_for_another():
     assert nearest(wrong).speculation.algorithm is None
     rocm = nearest(launch(arch="gfx950", runner="marlin", ranks=Ranks(16, a2a="deepep"), flags=Flags(experts=False)))
     assert decide(rocm).ok
+
+
+@pytest.mark.parametrize(
+    ("given", "works"),
+    [
+        (Ranks(8, ep=3), Ranks(8, ep=2)),
+        (Ranks(8, ep=9), Ranks(8, ep=8)),
+        (Ranks(8, ep=0), Ranks(8)),
+        (Ranks(12, ep=12), Ranks(8, ep=8)),
+        (Ranks(6, ep=2), Ranks(4, ep=2)),
+    ],
+)
+def test_a_suggestion_keeps_the_tp_size_and_the_nearest_ep_size(given, works):
+    assert nearest(launch(ranks=given, padded=True)).ranks == works
 
 
 def test_nothing_is_suggested_where_nothing_works():
@@ -168,12 +182,58 @@ def test_the_launch_line_says_what_differs_from_the_defaults():
         flags=Flags(dequant=True, shared_tp1=True),
         speculation=Speculation("EAGLE", 1, 3, dp_lm_head=True),
     )
-    assert launch_line(inputs, "s3://bucket/a model") == (
+    assert launch_line(inputs, "s3://bucket/a model", environ={}) == (
         "SGLANG_DSV4_FP4_DEQUANT=1 SGLANG_SHARED_EXPERT_TP1=1 "
         "python -m sglang.launch_server --model-path 's3://bucket/a model' --model-impl sglang_dsv4 "
         "--tp-size 8 --ep-size 4 --moe-runner-backend triton --speculative-algorithm EAGLE "
         "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --enable-dp-lm-head"
     )
+
+
+UNSET = [
+    (Flags(), {"SGLANG_DSV4_FP4_EXPERTS": "0"}, "env -u SGLANG_DSV4_FP4_EXPERTS python"),
+    (Flags(), {"SGL_DSV4_FP4_EXPERTS": "0"}, "env -u SGL_DSV4_FP4_EXPERTS python"),
+    (Flags(dequant=True), {"SGLANG_DSV4_FP4_DEQUANT": "0"}, "SGLANG_DSV4_FP4_DEQUANT=1 python"),
+    (
+        Flags(dequant=True),
+        {"SGL_DSV4_FP4_DEQUANT": "0", "SGLANG_DSV4_FP4_EXPERTS": "1"},
+        "env -u SGLANG_DSV4_FP4_EXPERTS -u SGL_DSV4_FP4_DEQUANT SGLANG_DSV4_FP4_DEQUANT=1 python",
+    ),
+    (Flags(dequant=True), {"SGL_DSV4_FP4_DEQUANT": "1"}, "SGLANG_DSV4_FP4_DEQUANT=1 python"),
+    (
+        Flags(),
+        {"SGLANG_USE_AITER": "0", "SGLANG_ENABLE_JIT_DEEPGEMM": "yes", "SGLANG_DSV4_FP4_EXPERTS": "None"},
+        "python",
+    ),
+    (Flags(), {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}, "env -u SGLANG_ENABLE_JIT_DEEPGEMM python"),
+    (Flags(), {"SGLANG_PLATFORM": "dsv4_cpu"}, "env -u SGLANG_PLATFORM python"),
+    (Flags(), {"SGLANG_PLATFORM": "a_gpu_of_theirs"}, "python"),
+    (Flags(), {"SGLANG_PLUGINS": "one, two"}, "SGLANG_PLUGINS=one,two,sglang_dsv4 python"),
+]
+
+
+@pytest.mark.parametrize(("flags", "environ", "start"), UNSET)
+def test_the_launch_line_works_in_the_shell_that_it_is_printed_in(flags, environ, start):
+    line = launch_line(launch(flags=flags), "v4", environ=environ)
+    assert line == f"{start} -m sglang.launch_server --model-path v4 --model-impl sglang_dsv4"
+
+
+@pytest.mark.parametrize(
+    ("environ", "start"),
+    [
+        ({}, "SGLANG_PLATFORM=dsv4_cpu python"),
+        ({"SGLANG_PLATFORM": "dsv4_cpu"}, "SGLANG_PLATFORM=dsv4_cpu python"),
+        ({"SGLANG_PLATFORM": "a cpu"}, "SGLANG_PLATFORM='a cpu' python"),
+        ({"SGLANG_PLUGINS": "one"}, "SGLANG_PLATFORM=dsv4_cpu SGLANG_PLUGINS=one,sglang_dsv4,dsv4_cpu python"),
+    ],
+)
+def test_a_launch_on_a_cpu_names_its_platform(environ, start):
+    assert launch_line(launch(arch="cpu"), "v4", environ=environ).startswith(f"{start} -m ")
+
+
+def test_options_that_no_decision_is_about_come_last():
+    line = launch_line(launch(ranks=Ranks(8)), "v4", others=["--served-model-name", "a b"], environ={})
+    assert line.endswith("--tp-size 8 --served-model-name 'a b'")
 
 
 @pytest.mark.parametrize(

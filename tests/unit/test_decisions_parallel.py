@@ -149,6 +149,36 @@ def test_the_sizes_that_are_listed_work_and_no_others(sizes, padded):
     assert works == working_tp(sizes, Ranks(64, ep=7), routed, arch="sm90", spanning=False, padded=padded)
 
 
+def test_an_ep_size_that_does_not_divide_is_what_is_wrong():
+    (refusal,) = parallel_refusals(FLASH, Ranks(8, ep=3), FP8, arch="sm90")
+    assert refusal.what == "--ep-size 3 does not divide --tp-size 8"
+    assert refusal.remedy == (
+        "Choose an --ep-size that divides it. Sizes that work: --ep-size 1, 2, 4, 8 with --tp-size 8; "
+        "--tp-size 1, 2, 4, 8 with --ep-size 1 or equal to it."
+    )
+    (refusal, *_) = parallel_refusals(FLASH, Ranks(8, ep=4, moe_dp=4), FP8, arch="sm90")
+    assert refusal.what == "--ep-size 4 x --moe-dp-size 4 does not divide --tp-size 8"
+
+
+@pytest.mark.parametrize("sizes", [FLASH, PRO, V41, Sizes(4, 64, 512, 64, 1024, 6, 2048)])
+@pytest.mark.parametrize("tp", [4, 6, 8, 16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_ep_sizes_that_are_listed_work_and_no_others(sizes, tp, padded):
+    routed = routed_width("fp8", "triton", "sm90", sizes.block)
+    remedy = parallel_refusals(sizes, Ranks(tp, ep=7), routed, arch="sm90", padded=padded)[-1].remedy
+    listed = re.search(rf"--ep-size ([0-9, ]+) with --tp-size {tp}[;.]", remedy)
+    works = [int(number) for number in listed[1].split(",")] if listed else []
+    assert works == [ep for ep in range(1, tp + 1) if codes(sizes, Ranks(tp, ep=ep), routed, padded=padded) == []]
+
+
+def test_only_what_is_dealt_in_blocks_is_padded():
+    """Under pure expert parallelism nothing is: the shared expert has to end on a block, whatever the loader may do."""
+    assert codes(PRO, Ranks(16), padded=True) == []
+    assert codes(PRO, Ranks(16, ep=16), padded=True) == ["parallel-shared-block"]
+    (refusal,) = parallel_refusals(PRO, Ranks(16, ep=16), FP8, arch="sm90", padded=True)
+    assert "--tp-size 1, 2, 4, 8 with --ep-size equal to it" in refusal.remedy
+
+
 def test_tp16_of_pro_is_told_the_two_ways_out():
     (*_, last) = parallel_refusals(PRO, Ranks(16), FP8, arch="sm90")
     assert "--tp-size 1, 2, 4, 8" in last.remedy
