@@ -54,10 +54,12 @@ def asked(server_args: Any) -> bool:
 def refuse_misspelling(server_args: Any) -> None:
     """FlagError for a `--model-impl` that almost names us: SGLang would take it for its own classes, without a word."""
     given = getattr(server_args, "model_impl", None)
-    if isinstance(given, str) and given != compat.MODEL_IMPL and get_close_matches(given, [compat.MODEL_IMPL], 1, 0.8):
+    if not isinstance(given, str) or given == compat.MODEL_IMPL:
+        return
+    if get_close_matches(given.strip().lower().replace("-", "_"), [compat.MODEL_IMPL, "dsv4"], 1, 0.8):
         show_our_errors_plainly()
         raise FlagError(
-            f"--model-impl {given} names no implementation",
+            f"--model-impl {given!r} names no implementation",
             expected=compat.MODEL_IMPL,
             remedy=f"Write --model-impl {compat.MODEL_IMPL}, or leave it out for SGLang's own classes.",
         )
@@ -66,6 +68,8 @@ def refuse_misspelling(server_args: Any) -> None:
 def on_first_step(server_args: Any, previous: Callable[[Any], None]) -> None:
     """First resolution step, raw arguments: refuse what cannot work before SGLang looks at it, then engage."""
     refuse_misspelling(server_args)
+    if resolution := sys.modules.get("sglang_dsv4.decisions.resolution"):  # a launch before, in this process
+        resolution.restore_flags()
     if asked(server_args):
         show_our_errors_plainly()
         compat.require_supported()

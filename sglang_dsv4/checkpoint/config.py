@@ -28,6 +28,13 @@ ARCHITECTURES = {
 _ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 """Keys that Transformers' classes take for the same number."""
 
+_LIMITED = (
+    ("num_experts_per_tok", "n_routed_experts", 0),
+    ("dspark_num_experts_per_tok", "dspark_n_routed_experts", 0),
+    ("dspark_noise_token_id", "vocab_size", 1),
+)
+"""(key, the key that limits it, by how much it stays below)."""
+
 LAYER_TYPE_RATES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -182,7 +189,9 @@ def _check_values(reader: ConfigReader, family: str) -> None:
             reader.fail(alias, reader.values[alias], f"{spelled(reader.values[key])}, as {key} says")
     v4 = family == "v4"
     rules = {"model_type": config_values.MODEL_TYPES[family], **config_values.RULES, **_SIZE_RULES}
-    rules |= dict.fromkeys(config_values.NESTED, config_values.NO_KEY)
+    rules |= config_values.NESTED
+    members = (key for key in reader.values if key in config_values.MEMBERS or key.startswith("__"))
+    rules |= dict.fromkeys(members, config_values.NO_MEMBER)
     rules |= config_values.V41_IN_V4 if v4 else config_values.V41
     required = {"model_type", *_SIZE_RULES} - {SIZES[symbol] for symbol in _DEFAULTS}
     errors = reader.errors(reader.values, rules, [*required, *(config_values.REQUIRED if v4 else ())])
@@ -193,6 +202,15 @@ def _check_values(reader: ConfigReader, family: str) -> None:
         errors += reader.errors(reader.values, config_values.DSPARK, config_values.DSPARK_REQUIRED)
     if errors:
         raise together(errors)
+    _check_counts(reader, v4=v4)
+
+
+def _check_counts(reader: ConfigReader, *, v4: bool) -> None:
+    """ConfigError for numbers that are fine each by itself, and not together."""
+    for key, limit, beyond in _LIMITED:
+        found, most = reader.values.get(key), reader.values.get(limit)
+        if found is not None and most is not None and found > most - beyond:
+            reader.fail(key, found, f"at most {most - beyond}, as {limit} is {most}")
     tables, layers = (reader.values.get(f"engram_{key}") or [] for key in ("num_embeddings", "layer_ids"))
     if not v4 and len(tables) != len(layers):
         reader.fail("engram_num_embeddings", tables, f"one for each of engram_layer_ids, which are {len(layers)}")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from sglang_dsv4.checkpoint.config_values import ValueRule, wrong_values
+from sglang_dsv4.checkpoint.config_values import DEEPEST, ValueRule, wrong_values
 from sglang_dsv4.checkpoint.names import shorten
 from sglang_dsv4.errors import ConfigError
 
@@ -31,12 +31,14 @@ class ConfigReader:
         self.where = where
         if not isinstance(parsed, dict):
             raise ConfigError(f"{where}: no JSON object", found=type(parsed).__name__, remedy=RELEASED)
+        if _deeper_than(parsed, DEEPEST):
+            raise ConfigError(f"{where}: nested more than {DEEPEST} deep", remedy=RELEASED)
         nested = parsed.get("text_config")
         self.values: dict[str, Any] = {**nested, **parsed} if isinstance(nested, dict) else dict(parsed)
-        quant = self.values.get(QUANT) or {}
-        if not isinstance(quant, dict):
-            self.fail(QUANT, quant, "an object")
-        self.quant: dict[str, Any] = quant
+        quant = self.values.get(QUANT)
+        if quant is not None and (not isinstance(quant, dict) or not quant):
+            self.fail(QUANT, quant, "an object that names a quant_method, or null")
+        self.quant: dict[str, Any] = quant or {}
 
     def fail(self, key: str, found: object, expected: str) -> NoReturn:
         """Raise ConfigError; `found` is MISSING or what stands there."""
@@ -72,6 +74,16 @@ class ConfigReader:
             self.error(path + key, values.get(key, MISSING), expected)
             for key, expected in wrong_values(values, rules, required)
         ]
+
+
+def _deeper_than(value: object, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        objects = [item for item in level if isinstance(item, (dict, list))]
+        if not objects:
+            return False
+        level = [inner for item in objects for inner in (item.values() if isinstance(item, dict) else item)]
+    return True
 
 
 def spelled(value: object) -> str:

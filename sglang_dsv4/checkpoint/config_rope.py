@@ -43,60 +43,67 @@ class _Place:
 
 
 def read_rope(reader: ConfigReader, whole_head: int, *, compressed: bool) -> RopeFacts:
-    """Raises ConfigError for values that no rotary cache can be built from.
+    """Raises ConfigError for values that no rotary cache can be built from, and for two that contradict each other.
 
     whole_head: columns of a head. compressed: whether the model is V4 with compressed layers, for which SGLang needs
     YaRN's numbers.
     """
-    main, compress = _places(reader)
-    scaling = _scaling(reader, compress, compressed)
+    parameters = reader.take("rope_parameters", OBJECT, None) or {}
+    nested = bool({"main", "compress"} & parameters.keys())
+    main, compress = (_place(reader, parameters, name if nested else "") for name in ("main", "compress"))
+    older = _Place("rope_scaling", reader.take("rope_scaling", or_null(OBJECT), None) or {})
+    place = compress if parameters else older
+    scaling = _scaling(reader, place, older, compressed)
     facts = RopeFacts(
         head_dim=_head_dim(reader, whole_head),
-        theta=_theta(reader, main, "rope_theta", PLAIN_THETA),
-        compress_theta=_theta(reader, compress, "compress_rope_theta", MISSING if compressed else None),
+        # A flat section, and the older one, have SGLang take the base of the sliding layers from it.
+        theta=_theta(reader, "rope_theta", [older, main], PLAIN_THETA),
+        compress_theta=_theta(
+            reader, "compress_rope_theta", [compress] if nested else [], MISSING if compressed else None
+        ),
         scaling=scaling,
     )
     positions = (scaling or {}).get("factor", 1) * (scaling or {}).get("original_max_position_embeddings", 1)
     if positions > MOST_POSITIONS:
-        reader.fail(f"{compress.path}.factor", f"{positions} positions in all", f"at most {MOST_POSITIONS}")
+        reader.fail(f"{place.path}.factor", f"{positions} positions in all", f"at most {MOST_POSITIONS}")
     return facts
 
 
-def _places(reader: ConfigReader) -> tuple[_Place, _Place]:
-    """Where the file tells of sliding layers and of compressed ones."""
-    parameters = reader.take("rope_parameters", OBJECT, None)
-    if not parameters:
-        return _Place("", {}), _Place("rope_scaling", reader.take("rope_scaling", or_null(OBJECT), None) or {})
-    places = {}
-    for name in ("main", "compress"):
-        values = parameters.get(name, {} if name == "main" else parameters)
-        path = f"rope_parameters.{name}" if name in parameters else "rope_parameters"
-        if not isinstance(values, dict):
-            reader.fail(path, values, OBJECT.expected)
-        places[name] = _Place(path, values)
-    return places["main"], places["compress"]
+def _place(reader: ConfigReader, parameters: dict[str, Any], name: str) -> _Place:
+    """An entry of `rope_parameters`, or the whole of it."""
+    values = parameters.get(name, {}) if name else parameters
+    path = f"rope_parameters.{name}" if name else "rope_parameters"
+    if not isinstance(values, dict):
+        reader.fail(path, values, OBJECT.expected)
+    return _Place(path, values)
 
 
-def _theta(reader: ConfigReader, place: _Place, released: str, default: Any) -> Any:
-    """The base: of `place`, else of the key that the releases have."""
-    if place.path.startswith("rope_parameters") and place.values.get("rope_theta") is not None:
-        found = place.values["rope_theta"]
-        if not THETA.holds(found):
-            reader.fail(f"{place.path}.rope_theta", found, THETA.expected)
-        return found
-    return reader.take(released, THETA, default)
+def _theta(reader: ConfigReader, key: str, places: list[_Place], default: Any) -> Any:
+    """The one base that `key` and the `rope_theta` of `places` agree on; `default` where none of them has one."""
+    path, found = key, reader.take(key, THETA, None)
+    for place in places:
+        other = place.values.get("rope_theta")
+        if other is None:
+            continue
+        where = f"{place.path}.rope_theta"
+        if not THETA.holds(other):
+            reader.fail(where, other, THETA.expected)
+        if found is not None and other != found:
+            reader.fail(where, other, f"{spelled(found)}, as {path} says")
+        path, found = where, other
+    return reader.take(key, THETA, default) if found is None else found
 
 
-def _scaling(reader: ConfigReader, place: _Place, compressed: bool) -> Mapping[str, Any] | None:
+def _scaling(reader: ConfigReader, place: _Place, older: _Place, compressed: bool) -> Mapping[str, Any] | None:
     """YaRN's numbers as `rope_scaling` has them; None where nothing is scaled."""
-    newer = place.path.startswith("rope_parameters")
+    newer = place is not older
     kind = place.values.get("rope_type", place.values.get("type"))
     if newer and kind in _NONE:
         values: dict[str, Any] = {}
     else:
         values = {key: item for key, item in place.values.items() if not newer or key not in _NO_SCALING}
     if newer:
-        _same(reader, place, values)
+        _same(reader, place, values, older)
     errors = reader.errors(values, YARN, YARN_REQUIRED if compressed else (), place.path)
     if errors:
         raise together(errors)
@@ -105,9 +112,9 @@ def _scaling(reader: ConfigReader, place: _Place, compressed: bool) -> Mapping[s
     return {"type": kind, **{key: item for key, item in values.items() if key != "rope_type"}}
 
 
-def _same(reader: ConfigReader, place: _Place, values: Mapping[str, Any]) -> None:
+def _same(reader: ConfigReader, place: _Place, values: Mapping[str, Any], older: _Place) -> None:
     """ConfigError where `rope_scaling` stands there too, and says otherwise."""
-    for key, other in (reader.take("rope_scaling", or_null(OBJECT), None) or {}).items():
+    for key, other in older.values.items():
         if key in values and values[key] != other:
             reader.fail(f"{place.path}.{key}", values[key], f"{spelled(other)}, as rope_scaling says")
 

@@ -84,6 +84,7 @@ def only(wanted: object, why: str) -> ValueRule:
 FLAG = ValueRule("true or false", lambda value: isinstance(value, bool))
 TEXT = ValueRule("a string", lambda value: isinstance(value, str))
 OBJECT = ValueRule("an object", lambda value: isinstance(value, dict))
+NO_MEMBER = ValueRule("no such key: Transformers' config class has it for itself", lambda value: False)
 SIZE = whole(1)
 COUNT = whole()
 NAMES = list_of(TEXT, "a list of strings")
@@ -94,6 +95,9 @@ TOKENS = ValueRule(
     "a token id, or a list of them",
     lambda value: TOKEN.holds(value) or (isinstance(value, list) and all(map(TOKEN.holds, value))),
 )
+LABELS = ValueRule(
+    "an object with a number for each key", lambda value: isinstance(value, dict) and all(map(str.isdecimal, value))
+)
 NO_KEY = ValueRule("no such key: SGLang would take what it holds for the config", lambda value: False)
 
 EPSILON = real(0, 1, above=True)
@@ -102,7 +106,8 @@ THETA = number(1, 10**12, above=True)
 EXPERTS = whole(1, MOST_EXPERTS)
 BLOCK = list_of(SIZE, "two positive integers", length=2)
 
-DTYPE = or_null(one_of("bfloat16", "float16", "float32", "half", "float"))
+DTYPE = or_null(one_of("bfloat16", "float32", "float"))
+"""What is not bfloat16 is loaded as bfloat16; float16 cannot hold what the releases hold."""
 
 RULES: dict[str, ValueRule] = {
     # arithmetic of the layers
@@ -151,7 +156,7 @@ RULES: dict[str, ValueRule] = {
     "eos_token_id": or_null(TOKENS),
     "num_mtp_layers": COUNT,
     "num_labels": COUNT,
-    "id2label": or_null(OBJECT),
+    "id2label": or_null(LABELS),
     "compress_rates": or_null(OBJECT),
     "rope_parameters": or_null(OBJECT),
     "auto_map": OBJECT,
@@ -190,8 +195,30 @@ V41_IN_V4: dict[str, ValueRule] = {
 }
 """Those of them that change V4's forward pass: the values that leave it what it is (`_DeepseekV4ConfigAlias`)."""
 
-NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+NESTED = {
+    "text_config": NO_KEY,
+    "llm_config": NO_KEY,
+    "language_config": or_null(NO_KEY),
+    "thinker_config": or_null(NO_KEY),
+}
 """Keys by which SGLang takes a part of the file for the language model's config; V4.1 has the first."""
+
+MEMBERS = (
+    "attribute_map",
+    "dict_dtype_to_str",
+    "get_text_config",
+    "ignore_keys_at_rope_validation",
+    "is_heterogeneous",
+    "per_layer_attributes",
+    "per_layer_config",
+    "self",
+    "to_dict",
+    "use_return_dict",
+)
+"""Names of Transformers' config class itself, which such a key would stand in for."""
+
+DEEPEST = 64
+"""Objects and lists within each other; Transformers copies a config by recursion. The releases have 3."""
 
 MODEL_TYPES = {
     "v4": one_of("deepseek_v4"),
@@ -249,13 +276,13 @@ DSPARK: dict[str, ValueRule] = {
     "dspark_block_size": SIZE,
     "dspark_markov_rank": SIZE,
     "dspark_target_layer_ids": list_of(COUNT, "the numbers of the layers whose states the draft reads", least=1),
-    "dspark_noise_token_id": or_null(COUNT),
+    "dspark_noise_token_id": COUNT,
     "dspark_n_routed_experts": or_null(EXPERTS),
     "dspark_num_experts_per_tok": or_null(SIZE),
 }
 """The same for the draft that a DSpark release bundles."""
 
-DSPARK_REQUIRED = ("dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids")
+DSPARK_REQUIRED = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
 
 
 def wrong_values(

@@ -50,6 +50,12 @@ class ObjectStorage(Storage):
             raise StorageError(
                 f"{uri}: no bucket in the address", expected="scheme://bucket/folder", remedy="Name the bucket."
             )
+        if "//" in prefix:
+            raise StorageError(
+                f"{uri}: an empty folder name in the address",
+                found="//",
+                remedy="Write one slash: SGLang reads no such key.",
+            )
         self.bucket = bucket
         self.prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
 

@@ -29,6 +29,10 @@ MODELS: dict[str, tuple[ModelKind, str]] = {
 }
 """Architecture -> which of the three models it is, and which module of `sglang_dsv4.models` has our class."""
 
+DTYPE = "bfloat16"
+"""Of the releases. SGLang takes a config without a dtype, or with float32, for float16, which cannot hold all of their
+values (srt/configs/model_config.py:2284 of 0.5.23)."""
+
 ADAPTED = "dsv4_adapted"
 """Attribute of a Transformers config that `adapt` has gone over."""
 
@@ -47,11 +51,12 @@ class Facts(NamedTuple):
 
     def changes(self, kind: ModelKind) -> dict[str, Any]:
         """Attributes of a Transformers config that SGLang has to see otherwise than the file has them."""
+        dtype = {} if dtype_of(self.config) == DTYPE else {"dtype": DTYPE}
         if self.config.family != "v4":  # SGLang itself flattens V4.1's config
-            return {}
+            return dtype
         fitted = self.fits[kind]
         section = {"quantization_config": fitted.section and dict(fitted.section)} if fitted.rewritten else {}
-        return respelled(self.config) | section
+        return respelled(self.config) | section | dtype
 
 
 def adapt(_result: None, model_config: Any) -> None:
@@ -90,6 +95,11 @@ def facts_at(path: str, revision: str | None) -> Facts:
     held = Held(checkpoint.view, detect_layout(checkpoint), checkpoint.config)
     fits: dict[ModelKind, Fit] = {kind: fit(held, kind) for kind in ("target", "nextn", "dspark")}
     return Facts(held.config, held.layout, frozenset(held.view.modules), fits)
+
+
+def dtype_of(config: ModelConfigFacts) -> str | None:
+    """The dtype that config.json names; None where it names none."""
+    return config.raw.get("dtype") or config.raw.get("torch_dtype")
 
 
 def respelled(config: ModelConfigFacts) -> dict[str, Any]:

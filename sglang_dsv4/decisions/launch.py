@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.preflight import Inspection, survey
+from sglang_dsv4.decisions.checkpoints import draft_faults, target_faults
 from sglang_dsv4.decisions.decide import Flags, Inputs
 from sglang_dsv4.decisions.gather import inputs_of, ranks_of, speculation_of
+from sglang_dsv4.decisions.hf_config import DTYPE
 from sglang_dsv4.decisions.quantization import Held, fits_of
-from sglang_dsv4.errors import Dsv4Error
+from sglang_dsv4.errors import Dsv4Error, FlagError
 
 
 class Files(NamedTuple):
@@ -26,7 +29,7 @@ def survey_launch(arguments: Any) -> tuple[Files | None, list[Dsv4Error]]:
     the faults leave nothing to decide on. What no load will touch is no fault: the bundled draft without a speculative
     algorithm, the target's half of a draft's own checkpoint.
     """
-    faults: list[Dsv4Error] = [*envs.environment_errors()]
+    faults: list[Dsv4Error] = [*envs.environment_errors(), *_dtype_faults(arguments)]
     strict = bool(faults) or envs.STRICT.get()
     speculation = speculation_of(arguments)
     bundled = speculation.algorithm is not None and speculation.draft_path is None
@@ -39,7 +42,20 @@ def survey_launch(arguments: Any) -> tuple[Files | None, list[Dsv4Error]]:
         faults += found
     if target is None or (draft is None and speculation.draft_path is not None):
         return None, faults
+    faults += target_faults(target)
+    if speculation.algorithm is not None:
+        faults += draft_faults(target, draft or target)
     return Files(target, draft), faults
+
+
+def _dtype_faults(arguments: Any) -> Iterator[FlagError]:
+    dtype = getattr(arguments, "dtype", "auto")
+    if str(dtype).removeprefix("torch.") not in ("auto", DTYPE):
+        yield FlagError(
+            f"--dtype {dtype}: DeepSeek-V4 is loaded as {DTYPE}",
+            expected=f"auto or {DTYPE}",
+            remedy="Leave it out: float16 cannot hold all of its values.",
+        )
 
 
 def launch_inputs(arguments: Any, files: Files, *, arch: str, flags: Flags) -> Inputs:

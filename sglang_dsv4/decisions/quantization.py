@@ -7,6 +7,7 @@ two forms; for them the section is written anew, and whatever SGLang gets in BF1
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -123,6 +124,8 @@ def fit(held: Held, kind: ModelKind) -> Fit:
         elif group.mixes_scales:
             refusals.append(group.scale_refusal())
     section = _section(held.config, dense, experts)
+    if experts.format not in (None, Format.BF16):
+        refusals += _ignored_experts(section, kind)
     if plain:
         section["ignored_layers"] = [*(section.get("ignored_layers") or ()), *plain]
     return Fit(section, section != own, tuple(refusals))
@@ -146,6 +149,25 @@ def _section(config: ModelConfigFacts, dense: DenseLayout, experts: ExpertLayout
     if experts.format in NVFP4:
         section |= {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16, "ignore": []}
     return section
+
+
+def _ignored_experts(section: Mapping[str, Any], kind: ModelKind) -> Iterator[Refusal]:
+    """Entries by which SGLang would build the routed experts unquantised, for tensors that are not.
+
+    It matches whole path parts, and longer entries that name experts (srt/layers/quantization/utils.py:48, :115 of
+    0.5.23); here any part of the path counts.
+    """
+    path = f"{LAYERS[kind].format('N')}.mlp.experts"
+    for key in ("ignored_layers", "modules_to_not_convert"):
+        for entry in section.get(key) or ():
+            numberless = re.sub(r"\b\d+\b", "N", entry)
+            if numberless in path or path in numberless:
+                yield Refusal(
+                    "ignored-experts",
+                    f"quantization_config.{key} has SGLang build routed experts in BF16, which are stored quantised",
+                    found=repr(entry),
+                    remedy="Take this entry out of config.json.",
+                )
 
 
 class _Group(NamedTuple):

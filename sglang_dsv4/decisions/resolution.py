@@ -16,7 +16,7 @@ from typing import Any
 from sglang_dsv4.decisions.arch import detect_arch
 from sglang_dsv4.decisions.decide import Decision, Flags, decide
 from sglang_dsv4.decisions.launch import Files, launch_inputs, survey_launch
-from sglang_dsv4.errors import PREFIX, together
+from sglang_dsv4.errors import PREFIX, Dsv4Error, FlagError, together
 
 logger = logging.getLogger(__name__)
 
@@ -24,32 +24,37 @@ Step = Callable[[Any], None]
 
 # Flag -> (the user's value, ours): a second launch in this process starts from what the user set.
 _written: dict[str, tuple[str | None, str]] = {}
-_surveys: dict[tuple[Any, ...], Files] = {}
+_surveys: dict[tuple[Any, ...], tuple[Files | None, list[Dsv4Error]]] = {}
 
 
 def check_launch(server_args: Any) -> None:
-    """Refuse a launch as it was given. Raises what is wrong with flags and files, all together: the first one's class.
+    """Refuse a launch as it was given: all that is wrong with flags, files and options together, the first one's class.
 
-    RefusedError when those are fine and the launch cannot work.
+    Flags that cannot be read decide nothing, so that options are not looked at beside them.
     """
-    _restore_flags()
     _surveys.clear()
     _decide(server_args).raise_if_refused()
 
 
 def decide_launch(server_args: Any) -> Decision:
-    """Decide a launch on what ServerArgs have become so far. Raises what is wrong with flags and files."""
+    """Decide a launch on what ServerArgs have become so far. Raises what is wrong with flags, files and options."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     return _decide(resolving_view(server_args))
 
 
 def _decide(arguments: Any) -> Decision:
-    return decide(launch_inputs(arguments, _surveyed(arguments), arch=detect_arch(), flags=Flags.read()))
+    files, faults = _surveyed(arguments)
+    if files is not None and not any(isinstance(fault, FlagError) for fault in faults):
+        decision = decide(launch_inputs(arguments, files, arch=detect_arch(), flags=Flags.read()))
+        if not faults:
+            return decision
+        faults = [*faults, *(refusal.error() for refusal in decision.refusals)]
+    raise together(faults)
 
 
-def _surveyed(server_args: Any) -> Files:
-    """The files of a launch, whose headers are read once for all steps. Raises all their faults together."""
+def _surveyed(server_args: Any) -> tuple[Files | None, list[Dsv4Error]]:
+    """The files of a launch and what is wrong with them; headers are read once for all steps."""
     key = (
         server_args.model_path,
         server_args.revision,
@@ -57,10 +62,7 @@ def _surveyed(server_args: Any) -> Files:
         server_args.speculative_draft_model_path,
     )
     if key not in _surveys:
-        files, faults = survey_launch(server_args)
-        if files is None or faults:
-            raise together(faults)
-        _surveys[key] = files
+        _surveys[key] = survey_launch(server_args)
     return _surveys[key]
 
 
@@ -87,7 +89,8 @@ def hold(server_args: Any) -> None:
     decide_launch(server_args).raise_if_refused()
 
 
-def _restore_flags() -> None:
+def restore_flags() -> None:
+    """Give back the flags that a launch before this one, in this process, was decided on."""
     for name, (before, ours) in _written.items():
         if os.environ.get(name) != ours:
             continue  # somebody set it since

@@ -67,6 +67,14 @@ def test_keys_that_every_release_has_alike_may_be_left_out(loader, made, plain, 
     assert loader.load(bare).digests == plain(made()).digests
 
 
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_config_without_a_dtype_is_loaded_as_bfloat16(loader, made, plain, tmp_path, dtype):
+    """SGLang takes both for float16, in which a large value is inf and a small one 0."""
+    other = shards.edited(made(), tmp_path / "other", lambda files: None)
+    layouts.configured(other, torch_dtype=dtype)
+    assert loader.load(other).digests == plain(made()).digests
+
+
 @pytest.fixture(scope="module")
 def stacked(made, tmp_path_factory):
     def make(expert_format, scales):

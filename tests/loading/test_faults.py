@@ -1,5 +1,6 @@
 """Storage that breaks while a load reads it, a process that dies, and the bound on what waits to be copied."""
 
+import json
 import os
 import signal
 import subprocess
@@ -32,6 +33,13 @@ def test_the_streamer_reads_again_what_broke_off(request, made, plain, bucket, r
         found = request.getfixturevalue(streamer).load(remote, arguments=STREAMED, flags=flags)
     assert wire.cuts == 3
     assert found.digests == plain(made(draft="mtp"), flags=DEQUANT).digests
+
+
+def test_object_storage_needs_no_load_format(loader, remote, bucket):
+    """SGLang finds it out while it resolves its arguments."""
+    said = loader.run(jobs.command, ["load", remote, "--json"], buckets.flags(bucket.endpoint))
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["ok"]
 
 
 @pytest.mark.parametrize("streamer", ["loader", "old_streamer"])

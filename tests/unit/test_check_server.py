@@ -152,7 +152,17 @@ def test_an_incomplete_checkpoint(run, warm, monkeypatch, tmp_path):
 def test_a_model_impl_that_almost_names_us(warm, tiny):
     """SGLang takes a word that it does not know for its own classes."""
     folder = os.fspath(tiny(LAYOUTS[0]))
-    refused = warm.run(RESOLVE.format(model=folder, options=["--model-impl", "sglang_dvs4"]))
-    assert refused.returncode == 1
-    assert "sglang_dsv4: --model-impl sglang_dvs4 names no implementation; expected sglang_dsv4." in refused.stderr
+    for almost in ("sglang_dvs4", "sglang-dsv4", "SGLANG_DSV4", "dsv4", "sglang_dsv4 "):
+        refused = warm.run(RESOLVE.format(model=folder, options=["--model-impl", almost]))
+        assert refused.returncode == 1
+        assert f"--model-impl {almost!r} names no implementation; expected sglang_dsv4." in refused.stderr
     assert warm.run(RESOLVE.format(model=folder, options=["--model-impl", "sglang"])).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "refused"), [("auto", False), ("bfloat16", False), ("half", True), ("float32", True)]
+)
+def test_dtypes_that_cannot_hold_the_weights(warm, tiny, dtype, refused):
+    found = warm.run(RESOLVE.format(model=os.fspath(tiny(LAYOUTS[0])), options=["--dtype", dtype]))
+    assert (found.returncode == 1) == refused
+    assert (f"--dtype {dtype}: DeepSeek-V4 is loaded as bfloat16" in found.stderr) == refused

@@ -13,6 +13,7 @@ from sglang_dsv4.checkpoint.config import SIZES, ModelConfigFacts
 from sglang_dsv4.checkpoint.config_values import REQUIRED, RULES, V41
 from sglang_dsv4.errors import ConfigError
 
+YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536}
 ODD = (None, "x", -1, 0, 1, 1.5, True, [], {}, ["a"], [5])
 
 
@@ -97,6 +98,18 @@ def test_a_release_passes():
             {"factor": 513, "original_max_position_embeddings": 65536},
             'found "33619968 positions in all"; expected at most',
         ),
+        (
+            "rope_scaling",
+            YARN | {"rope_theta": 777},
+            "rope_scaling.rope_theta; found 777; expected 10000, as rope_theta",
+        ),
+        ("torch_dtype", "float16", 'torch_dtype; found "float16"; expected bfloat16 or float32'),
+        ("num_experts_per_tok", 257, "num_experts_per_tok; found 257; expected at most 256, as n_routed_experts is"),
+        ("quantization_config", {}, "quantization_config; found {}; expected an object that names a quant_method"),
+        ("quantization_config", 0, "quantization_config; found 0; expected an object that names a quant_method"),
+        ("id2label", {"a": "x"}, 'id2label; found {"a": "x"}; expected an object with a number for each key'),
+        ("to_dict", None, "to_dict; found null; expected no such key: Transformers' config class has it"),
+        ("__class__", "x", "__class__; found"),
         ("qk_rope_head_dim", 63, "qk_rope_head_dim; found 63; expected an even part of head_dim"),
         ("qk_rope_head_dim", 1024, "qk_rope_head_dim; found 1024; expected an even part of head_dim"),
         (
@@ -153,6 +166,41 @@ def test_whatever_stands_there_can_be_printed(value):
         assert len(text) < 2000
 
 
+def test_a_flat_section_tells_the_base_of_the_sliding_layers():
+    """As SGLang takes it (get_rope_config); the base of the compressed layers has a key of its own."""
+    values = released() | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 777, **YARN}}
+    del values["rope_theta"], values["rope_scaling"]
+    rope = ModelConfigFacts.from_json(values).rope
+    assert (rope.theta, rope.compress_theta) == (777, 160000)
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused():
+    deep: object = 0
+    for _ in range(900):
+        deep = [deep]
+    assert "nested more than 64 deep" in str(refused(released() | {"other": deep}))
+
+
+def test_names_of_the_config_class_are_refused():
+    """Whatever Transformers' class cannot be built with, or be written out with, under any value."""
+    cls = typed_classes()[0]
+    fields = {field.name for field in dataclasses.fields(cls)}
+
+    def breaks(name: str, value: object) -> bool:
+        try:
+            config = cls(**{name: value})
+            config.to_dict()
+            config.get_text_config()
+            return bool(config.use_return_dict) and False
+        except Exception:
+            return True
+
+    names = {name for name in dir(cls) if not name.startswith("_")} - fields
+    always = {name for name in names if all(breaks(name, value) for value in (None, True, {}, "x"))}
+    assert always
+    assert [name for name in always if "no such key" not in str(refused(released() | {name: 1}))] == []
+
+
 def test_the_alias_of_a_size_may_stand_alone():
     values = released()
     values["num_local_experts"] = values.pop("n_routed_experts")
@@ -177,6 +225,18 @@ def in_transformers_5(**compress: object) -> dict:
             "rope_parameters.compress.factor; found 16; expected 8, as rope_scaling says",
         ),
         (in_transformers_5() | {"rope_parameters": {"compress": 5}}, "rope_parameters.compress; found 5"),
+        (
+            in_transformers_5() | {"compress_rope_theta": 40000},
+            "rope_parameters.compress.rope_theta; found 160000; expected 40000, as compress_rope_theta says",
+        ),
+        (
+            in_transformers_5() | {"rope_theta": 500},
+            "rope_parameters.main.rope_theta; found 10000; expected 500, as rope_theta says",
+        ),
+        (
+            in_transformers_5() | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000, **YARN}},
+            "compress_rope_theta; found no such key",
+        ),
         (
             in_transformers_5() | {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 160000}},
             'rope_parameters.rope_type; found "linear"',
@@ -211,6 +271,8 @@ def test_v41_tables(key, value, expected):
         ("dspark_target_layer_ids", [40, 43], "layers below 43"),
         ("dspark_target_layer_ids", [], "the numbers of the layers"),
         ("dspark_block_size", None, "an integer of 1 or more"),
+        ("dspark_noise_token_id", None, "an integer of 0 or more"),
+        ("dspark_noise_token_id", 129280, "at most 129279, as vocab_size is 129280"),
         ("dspark_n_routed_experts", 2**70, "an integer from 1 to 65536"),
     ],
 )

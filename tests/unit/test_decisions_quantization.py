@@ -124,6 +124,27 @@ def test_scales_that_sglang_concatenates_are_of_one_kind(kind, group, layer, dty
     assert f"attn.wq_a and attn.wkv of {layer}" in found.refusals[0].what
 
 
+@pytest.mark.parametrize("key", ["ignored_layers", "modules_to_not_convert"])
+@pytest.mark.parametrize(
+    ("entry", "refused"),
+    [
+        ("model.layers.0.mlp.experts", True),
+        ("model.layers.11.mlp", True),
+        ("experts", True),
+        ("layers", True),
+        ("", True),
+        ("model.layers.0.mlp.experts.3.w1", True),
+        ("model.layers.1.self_attn.wq_b", False),
+        ("mlp.shared_experts", False),
+        ("lm_head", False),
+    ],
+)
+def test_quantised_experts_cannot_be_ignored(key, entry, refused):
+    section = grammar.config("native_fp4_fp8", "tiny_flash")["quantization_config"] | {key: [entry]}
+    found = fit(held("native_fp4_fp8", quantization_config=section), "target")
+    assert [refusal.code for refusal in found.refusals] == (["ignored-experts"] if refused else [])
+
+
 def test_dspark_keeps_them_apart():
     def change(spec):
         spec["mtp.1.attn.wkv.scale"] = ("F32", spec["mtp.1.attn.wkv.scale"][1])

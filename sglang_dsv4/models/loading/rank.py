@@ -62,6 +62,7 @@ def parallel_context(arguments: Sequence[str], place: Place = FIRST) -> Iterator
 
 def load_model(server_args: Any, *, draft: bool = False, load_format: str | None = None) -> torch.nn.Module:
     """Build and load the target, or the draft, that these arguments describe; post-processing included."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -73,7 +74,7 @@ def load_model(server_args: Any, *, draft: bool = False, load_format: str | None
     model_config = ModelConfig.from_server_args(server_args, model_path=path, is_draft_model=draft)
     bootstrap.init_layer_runtime(model_config=model_config)
     load_config = LoadConfig(
-        load_format=load_format or server_args.load_format,
+        load_format=load_format or resolving_view(server_args).load_format,
         model_loader_extra_config=server_args.model_loader_extra_config,
         download_dir=server_args.download_dir,
         tp_rank=0,
