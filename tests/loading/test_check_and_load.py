@@ -1,10 +1,12 @@
 """`check` and `load` say the same of every layout and flag: what is OK loads, what is refused is refused alike."""
 
 import json
+import shutil
 from unittest.mock import patch
 
 import jobs
 import pytest
+import shards
 
 from sglang_dsv4.checkpoint.tiny.layouts import LAYOUTS, Layout
 from sglang_dsv4.decisions.moe_names import A2A, RUNNERS
@@ -96,6 +98,36 @@ def test_a_load_that_is_none_of_ours_is_refused_before_it_starts(loader, made, a
     assert said.code == 1
     assert "nothing would be loaded through sglang_dsv4; found --model-impl" in said.err
     assert arguments in said.err
+
+
+EXPERT, DENSE = "layers.1.ffn.experts.5.w2", "layers.2.attn.wq_a"
+
+
+@pytest.mark.parametrize("flags", ["no flag", "DEQUANT=on"])
+@pytest.mark.parametrize("name", [f"{EXPERT}.weight", f"{EXPERT}.scale", f"{DENSE}.weight", f"{DENSE}.scale"])
+def test_half_a_pair_that_is_missing_is_told_once_by_name(loader, made, tmp_path, name, flags):
+    model = shards.edited(made(draft="mtp"), tmp_path / "damaged", shards.drop(name))
+    *misread, headline, missing = both(loader, str(model), [], FLAGS[flags])
+    assert "found 1 kind missing. Use the config.json of this checkpoint, or download" in headline
+    assert missing.startswith(f"  missing: {name} (")
+    assert ["SGLANG_DSV4_FP4_DEQUANT" in line for line in misread] == [True] * (flags != "no flag")
+
+
+@pytest.mark.parametrize("name", ["mtp.0.ffn.experts.5.w2.scale", "mtp.0.attn.wq_a.weight"])
+def test_half_a_pair_of_a_draft_matters_to_who_loads_it(loader, made, tmp_path, name):
+    model = shards.edited(made(draft="mtp"), tmp_path / "damaged", shards.drop(name))
+    assert both(loader, str(model), [], {}) == []
+    assert both(loader, str(model), list(jobs.NEXTN), {}, draft=True)[-1].startswith(f"  missing: {name} (")
+
+
+def test_the_first_shard_alone_lacks_its_layers_and_its_head(loader, made, tmp_path):
+    (folder := tmp_path / "part").mkdir()
+    shutil.copy(made() / "config.json", folder)
+    shutil.copy(made() / "model-00001-of-00006.safetensors", folder / "model.safetensors")
+    lines = both(loader, str(folder), [], {})
+    said = {line.partition(" (")[0] for line in lines}
+    assert {"  missing: layers.{0..3}.attn.wq_a.weight", "  missing: head.weight"} <= said
+    assert not [line for line in lines if "unexpected" in line]
 
 
 def without_a_model(arguments: list[str]) -> jobs.Said:
