@@ -11,7 +11,7 @@ from functools import cached_property
 
 from sglang_dsv4.checkpoint.formats import SUFFIXES
 from sglang_dsv4.checkpoint.modules import KINDS, NOT_TEXT, ModuleKind, all_modules
-from sglang_dsv4.checkpoint.names import join_indices, samples, shorten, split_indices
+from sglang_dsv4.checkpoint.names import counted, join_indices, samples, shorten, split_indices
 from sglang_dsv4.errors import UnknownDialectError
 
 _WHOLE = frozenset({ModuleKind.BARE, ModuleKind.IDS, ModuleKind.STACK})  # places that are whole tensor names
@@ -259,7 +259,7 @@ def detect_dialect(names: Iterable[str]) -> Dialect:
         gguf = any(template.startswith("blk.") for template in strangers)
         raise UnknownDialectError(
             "the tensor names belong to no known DeepSeek-V4 dialect",
-            found="GGUF names" if gguf else f"{len(strangers)} unknown kinds of name of {len(templates)}",
+            found="GGUF names" if gguf else f"{counted(len(strangers), 'unknown kind')} of name of {len(templates)}",
             expected=", ".join(DIALECTS),
             remedy="Use a released checkpoint, or a conversion that keeps one of these dialects.",
             details=samples(strangers),

@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sglang_dsv4.checkpoint.names import shorten
+from sglang_dsv4.checkpoint.names import counted, shorten
 from sglang_dsv4.checkpoint.storage import Storage
 from sglang_dsv4.errors import Dsv4Error, HeaderError, TruncatedShardError
 
@@ -110,7 +110,7 @@ def parse_header(text: bytes, *, shard: str, size: int, where: str = "") -> Shar
     if size != end:
         raise TruncatedShardError(
             f"{where}: the shard is {'cut short' if size < end else 'longer than its header says'}",
-            found=f"{size} bytes",
+            found=counted(size, "byte"),
             expected=f"{end} by its header",
             remedy=_AGAIN,
         )
@@ -190,7 +190,7 @@ def _tensors(entries: dict[str, Any], shard: str, data_start: int, where: str) -
             raise _broken(
                 where,
                 f"{shorten(name)}: the offsets do not fit the shape",
-                found=f"{end - begin} bytes",
+                found=counted(end - begin, "byte"),
                 expected=f"{count * bits / 8:.15g} for {entry['dtype']} {sizes}",
             )
         shape = tuple(sizes)
@@ -263,7 +263,7 @@ def _no_header(where: str, head: bytes, size: int, length: int) -> HeaderError |
     if size >= 8 and head[8:9] in (b"{", b"") and size - 8 < length <= MAX_HEADER_BYTES:
         return TruncatedShardError(
             f"{where}: the shard is cut short",
-            found=f"{size} bytes",
+            found=counted(size, "byte"),
             expected=f"more than {8 + length} by its header",
             remedy=_AGAIN,
         )
@@ -271,7 +271,7 @@ def _no_header(where: str, head: bytes, size: int, length: int) -> HeaderError |
         return HeaderError(f"{where}: no safetensors file", found=f"text: {shorten(repr(head[:40]))}", remedy=_AGAIN)
     return HeaderError(
         f"{where}: bad safetensors header: its length cannot be right",
-        found=f"{length} in a file of {size} bytes",
+        found=f"{length} in a file of {counted(size, 'byte')}",
         expected=f"1 to {MAX_HEADER_BYTES}",
         remedy=_AGAIN,
     )

@@ -16,7 +16,7 @@ from typing import TypeVar
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.dialects import Dialect, detect_dialect
 from sglang_dsv4.checkpoint.headers import ShardHeader, TensorInfo, load_json, read_header
-from sglang_dsv4.checkpoint.names import samples, shorten
+from sglang_dsv4.checkpoint.names import counted, samples, shorten
 from sglang_dsv4.checkpoint.storage import Storage, open_storage
 from sglang_dsv4.checkpoint.view import NativeView
 from sglang_dsv4.errors import (
@@ -169,7 +169,7 @@ class Checkpoint:
                     twice[name] = f"{owner[name]} and {header.shard}"
         first = next(iter(twice))
         return IndexMismatchError(
-            f"{self.storage.uri}: {len(twice)} tensor names are in two shards",
+            f"{self.storage.uri}: {counted(len(twice), 'tensor name')} in two shards",
             found=f"{shorten(first)} in {twice[first]}",
             expected="each name once",
             remedy="Remove the files of the second copy, or add the index that says which one counts.",
@@ -195,7 +195,7 @@ class Checkpoint:
         return [
             IndexMismatchError(
                 f"{self.storage.locate(INDEX_FILE)}: index and shard headers disagree",
-                found=f"{len(absent)} tensors absent, {len(moved)} misplaced, {len(unlisted)} unlisted",
+                found=f"{counted(len(absent), 'tensor')} absent, {len(moved)} misplaced, {len(unlisted)} unlisted",
                 remedy="Download the index and the shards of one revision; without an index every shard is read.",
                 details=details,
             )
@@ -261,8 +261,9 @@ class Checkpoint:
             raise self._no_shards()
         missing = [shard for shard in self.shards if shard not in self.files]
         if missing:
+            where = self.storage.locate(INDEX_FILE)
             raise IndexMismatchError(
-                f"{self.storage.locate(INDEX_FILE)}: {len(missing)} of {len(self.shards)} shards are not there",
+                f"{where}: no file for {len(missing)} of {counted(len(self.shards), 'shard')}",
                 found=f"no {missing[0]}",
                 remedy="Finish the download.",
                 details=[*samples(missing, 10), *self._download_hint()],
@@ -314,7 +315,7 @@ class Checkpoint:
             if len(numbers) < int(total):
                 absent = next(number for number in itertools.count(0 if 0 in numbers else 1) if number not in numbers)
                 raise IndexMismatchError(
-                    f"{self.storage.uri}: {int(total) - len(numbers)} of {int(total)} shards are not there",
+                    f"{self.storage.uri}: no file for {int(total) - len(numbers)} of {counted(int(total), 'shard')}",
                     found=f"no {stem}-{absent:0{len(total)}d}-of-{total}.safetensors",
                     remedy="Finish the download.",
                     details=self._download_hint(),

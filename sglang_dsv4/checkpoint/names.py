@@ -72,9 +72,9 @@ def ranges(numbers: Iterable[int]) -> str:
     return text if text.isdigit() else "{" + text + "}"
 
 
-def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """`1 kind`, `2 kinds`; `plural` is for a noun that takes no s."""
-    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+def counted(count: int, noun: str) -> str:
+    """`1 kind`, `2 kinds`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def samples(names: Iterable[str], limit: int = 5) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_dsv4.checkpoint.names import counted
 from sglang_dsv4.errors import CheckpointNotFoundError, StorageError
 
 OBJECT_SCHEMES = ("s3", "gs", "az")
@@ -58,7 +59,7 @@ class Storage(ABC):
         if len(data) != length:
             raise StorageError(
                 f"{self.locate(name)}: short read",
-                found=f"{len(data)} bytes at offset {start}",
+                found=f"{counted(len(data), 'byte')} at offset {start}",
                 expected=f"{length}",
                 remedy="The file changed while it was read, or the connection broke; try again.",
             )

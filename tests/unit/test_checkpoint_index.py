@@ -121,7 +121,7 @@ def test_index_names_a_shard_that_is_not_there(folder):
     (folder / name_of(3)).unlink()
     (folder / name_of(9)).unlink()
     (folder / f"{name_of(9)}.incomplete").write_bytes(b"")
-    error = refused(folder, IndexMismatchError, f"2 of 10 shards are not there; found no {name_of(3)}")
+    error = refused(folder, IndexMismatchError, f"no file for 2 of 10 shards; found no {name_of(3)}")
     assert any(name_of(9) in line for line in error.details)
     assert f"unfinished download: {folder / name_of(9)}.incomplete" in error.details
 
@@ -129,7 +129,7 @@ def test_index_names_a_shard_that_is_not_there(folder):
 def test_partial_download_without_an_index(folder):
     (folder / INDEX).unlink()
     (folder / name_of(3)).unlink()
-    refused(folder, IndexMismatchError, f"1 of 10 shards are not there; found no {name_of(3)}")
+    refused(folder, IndexMismatchError, f"no file for 1 of 10 shards; found no {name_of(3)}")
 
 
 def test_no_weights(folder):
@@ -164,7 +164,7 @@ def test_index_and_headers_disagree(folder):
         del weight_map["norm.weight"]
 
     edit_index(folder, change)
-    error = refused(folder, IndexMismatchError, "found 1 tensors absent, 1 misplaced, 1 unlisted")
+    error = refused(folder, IndexMismatchError, "found 1 tensor absent, 1 misplaced, 1 unlisted")
     assert list(error.details) == [
         "named by the index, not in the shard it points to: layers.0.attn.new.weight",
         "in another shard than the index says: layers.1.attn.wkv.weight",
@@ -176,7 +176,7 @@ def test_two_shards_hold_one_name(folder):
     (folder / INDEX).unlink()
     grammar.write_shard(folder / "model.safetensors", {name: SPEC[name] for name in ("embed.weight", "norm.weight")})
     error = refused(
-        folder, IndexMismatchError, f"2 tensor names are in two shards; found embed.weight in {name_of(1)} and model"
+        folder, IndexMismatchError, f"2 tensor names in two shards; found embed.weight in {name_of(1)} and model"
     )
     assert list(error.details) == ["embed.weight", "norm.weight"]
 
