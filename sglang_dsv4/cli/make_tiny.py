@@ -9,7 +9,8 @@ from pathlib import Path
 from sglang_dsv4.errors import PREFIX, FlagError
 
 EPILOG = """\
-What is left out takes the dialect's first layout. Layouts that no public checkpoint has are refused with exit 2.
+What is left out takes the dialect's first layout that has what is given: --scales float32 alone means FP8 experts.
+The printed line says what was made. Layouts that no public checkpoint has are refused with exit 2.
 The same seed gives the same numbers in every layout; --from keeps a native checkpoint's numbers exactly and says so
 where a layout can only hold them rounded.
 """
@@ -52,6 +53,7 @@ def _seed(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the checkpoint; 2 when the options name no layout."""
+    from sglang_dsv4.checkpoint.names import counted
     from sglang_dsv4.checkpoint.tiny.make import Options, make_tiny
 
     options = Options(
@@ -73,8 +75,12 @@ def run(args: argparse.Namespace) -> int:
     except FlagError as error:
         print(f"{PREFIX}{error}", file=sys.stderr)
         return 2
+    scales = f", {made.layout.scales} scales" if made.layout.scales else ""
+    draft = "no draft" if made.draft == "none" else f"{made.draft} draft"
+    wo_a = " --wo-a bf16" if args.wo_a == "bf16" else ""
     print(
-        f"{args.out}: {made.tensors} tensors, {made.nbytes:,} bytes in {made.shards} shards ({made.layout.options()})"
+        f"{args.out}: {made.layout.experts} experts{scales}, {draft}; {counted(made.tensors, 'tensor')},"
+        f" {made.nbytes:,} bytes in {counted(made.shards, 'shard')} ({made.layout.options(made.draft)}{wo_a})"
     )
     for line in made.rounded:
         print(f"rounded: {line}", file=sys.stderr)

@@ -230,6 +230,37 @@ def test_the_blocks_of_a_tensor_differ_in_scale(tmp_path):
     assert len(torch.cat([scale.flatten() for scale in shared]).unique()) >= 3
 
 
+@pytest.mark.parametrize("fails_at", ["embed.weight", "layers.2.ffn.experts.3.w1.weight"])
+@pytest.mark.parametrize("out", ["out", "a/b/out", "there"])
+def test_what_fails_leaves_nothing_behind(out, fails_at, tmp_path):
+    """Whatever stops it, in the first shard or later: a shard that was begun would count as weights."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").write_text("mine")
+    config = native_config("tiny", "none")
+    drawn = Drawn(0, 8)
+
+    def numbers(slot: Slot):
+        if slot.name == fails_at:
+            raise KeyboardInterrupt
+        return drawn(slot)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_model(tmp_path / out, Options(), config, numbers)
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
+        "there",
+        "there/notes.txt",
+    ]
+    write_model(tmp_path / out, Options(), config, drawn)
+    assert len(read(tmp_path / out)) == 340
+
+
+def test_a_refused_source_can_be_corrected(native, tmp_path, capsys):
+    make_tiny(tmp_path / "hf", Options(names="hf"))
+    assert main(["make-tiny", str(tmp_path / "out"), "--from", str(tmp_path / "hf")]) == 1
+    assert not (tmp_path / "out").exists()
+    assert main(["make-tiny", str(tmp_path / "out"), "--from", str(native)]) == 0
+
+
 @pytest.mark.parametrize("shards", [1, 3, 40, None])
 def test_shards_are_filled_in_order(shards, tmp_path):
     made = make_tiny(tmp_path / "out", Options(shards=shards))
@@ -305,7 +336,7 @@ def test_a_folder_with_weights_is_left_alone(native):
 def test_options_that_cannot_be_are_refused(options, tmp_path):
     with pytest.raises(FlagError):
         make_tiny(tmp_path / "out", options)
-    assert list(tmp_path.glob("out/*.safetensors")) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_line_names_the_legal_layouts_and_exits_2(tmp_path, capsys):
@@ -322,11 +353,32 @@ def test_the_command_line_writes_a_checkpoint(tmp_path, capsys):
     out = tmp_path / "out"
     options = ["--experts", "nvfp4", "--draft", "mtp", "--shards", "2", "--seed", "3", "--layers", "2"]
     assert main(["make-tiny", str(out), *options, "--num-experts", "3"]) == 0
-    assert " in 2 shards (--names native --experts nvfp4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith(f"{out}: nvfp4 experts, e8m0 scales, mtp draft; ")
+    assert said.endswith(" in 2 shards (--names native --experts nvfp4 --scales e8m0 --draft mtp)\n")
     tensors = read(out)
     assert tensors["layers.1.ffn.experts.2.w1.weight_scale_2"].shape == ()
     assert tensors["mtp.0.ffn.experts.2.w1.scale"].shape == (256, 8)
     assert tensors["layers.0.ffn.gate.tid2eid"].max() == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ("", "fp4 experts, e8m0 scales, no draft; --names native --experts fp4 --scales e8m0 --draft none"),
+        ("--scales float32", "fp8 experts, float32 scales, no draft; --names native --experts fp8 --scales float32"),
+        ("--experts bf16 --draft dspark", "bf16 experts, dspark draft; --names native --experts bf16 --draft dspark"),
+        ("--wo-a bf16", "fp4 experts, e8m0 scales, no draft; --scales e8m0 --draft none --wo-a bf16)"),
+    ],
+)
+def test_the_command_line_says_what_was_made(tmp_path, capsys, given, made):
+    out = tmp_path / "out"
+    assert main(["make-tiny", str(out), *given.split(), "--layers", "1", "--shards", "1"]) == 0
+    said = capsys.readouterr().out
+    words, options = made.split("; ")
+    assert said.startswith(f"{out}: {words}; ")
+    assert " bytes in 1 shard (" in said
+    assert options in said
 
 
 def test_a_refusal_of_the_source_exits_1(tmp_path, capsys):

@@ -60,10 +60,10 @@ class Layout:
     draft_storage: Storage | None = None
     draft_embedding: bool = False
 
-    def options(self) -> str:
-        """How a command line asks for this row."""
+    def options(self, draft: Draft | None = None) -> str:
+        """How a command line asks for this row, with one of its drafts or with all that it has."""
         scales = f" --scales {self.scales}" if self.scales else ""
-        return f"--names {self.names} --experts {self.experts}{scales} --draft {'|'.join(self.drafts)}"
+        return f"--names {self.names} --experts {self.experts}{scales} --draft {draft or '|'.join(self.drafts)}"
 
 
 _NONE: tuple[Draft, ...] = ("none",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +54,7 @@ class Made:
     """What was written: tensors, their bytes, and a line for each tensor that the layout holds only rounded."""
 
     layout: Layout
+    draft: Draft
     shards: int
     tensors: int
     nbytes: int
@@ -63,7 +65,8 @@ def make_tiny(folder: Path, options: Options) -> Made:
     """Writes a checkpoint with config, tokenizer and index into `folder`.
 
     Raises `FlagError` for options that no public layout has, `RefusedError` when `folder` holds weights already,
-    `InexactConversionError` when the layout cannot hold the numbers, and for a source whatever reading it raises.
+    `InexactConversionError` when the layout cannot hold the numbers, and for a source whatever reading it raises. What
+    fails leaves no file behind.
     """
     numbers, config = _numbers(options)
     return write_model(folder, options, config, numbers)
@@ -75,15 +78,31 @@ def write_model(folder: Path, options: Options, config: Config, numbers: Callabl
     layout = layout_of(options, draft)
     if any(folder.glob("*.safetensors")):
         raise RefusedError(f"{folder} holds weights already", remedy="Name an empty folder.")
-    folder.mkdir(parents=True, exist_ok=True)
     shards = divide(list(entries(layout, config, draft)), options.shards)
-    rounded = write_checkpoint(folder, shards, None if options.sparse else numbers)
-    written = copy.deepcopy(config)
-    layout.config(written)
-    write_json(folder / "config.json", written)
-    _write_companions(folder, options.source)
+    with _all_or_nothing(folder):
+        rounded = write_checkpoint(folder, shards, None if options.sparse else numbers)
+        written = copy.deepcopy(config)
+        layout.config(written)
+        write_json(folder / "config.json", written)
+        _write_companions(folder, options.source)
     flat = [tensor for shard in shards for entry in shard for tensor in entry.stored]
-    return Made(layout, len(shards), len(flat), sum(tensor.nbytes for tensor in flat), rounded)
+    return Made(layout, draft, len(shards), len(flat), sum(tensor.nbytes for tensor in flat), rounded)
+
+
+@contextmanager
+def _all_or_nothing(folder: Path) -> Iterator[None]:
+    """The folder, made when absent. An exception removes what is new in it, and the folders that were made for it."""
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    before = set() if absent else set(folder.iterdir())
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for path in set(folder.iterdir()) - before:
+            path.unlink()
+        for path in absent:
+            path.rmdir()
+        raise
 
 
 def layout_of(options: Options, draft: Draft) -> Layout:
