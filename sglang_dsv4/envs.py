@@ -26,8 +26,6 @@ FALSE = ("0", "false", "no", "n")
 """The spellings of SGLang's EnvBool (srt/environ.py), in any case. `on` and `off` are not among them."""
 UNSET = "None"
 
-PLUGIN = "sglang_dsv4"
-"""The name of this package among SGLang's plugins."""
 PLUGIN_PREFIX = "SGLANG_DSV4_PLUGIN_"
 CHECKED_PREFIXES = ("SGLANG_DSV4", "SGLANG_OPT_")
 """Names with these prefixes are checked for spelling; upstream's boolean and integer ones also for their value."""
@@ -256,18 +254,6 @@ FLAGS: tuple[Flag, ...] = (
     PLUGINS,
     PLATFORM,
 )
-
-
-def allowed_plugins(environ: Mapping[str, str] | None = None) -> list[str]:
-    """The plugins that SGLANG_PLUGINS restricts SGLang to; empty where it loads all."""
-    return [name.strip() for name in PLUGINS.get(environ).split(",") if name.strip()]
-
-
-def plugins_left_out(platform: str, environ: Mapping[str, str] | None = None) -> list[str]:
-    """The plugins that a server on `platform` (SGLANG_PLATFORM, "" for none) needs and SGLANG_PLUGINS does not list."""
-    allowed = allowed_plugins(environ)
-    needed = [PLUGIN, CPU_PLATFORM] if platform == CPU_PLATFORM else [PLUGIN]
-    return [name for name in needed if name not in allowed] if allowed else []
 
 
 def markdown_table() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_dsv4 import compat, envs
 from sglang_dsv4.cli.installed import Finding, left_out, platforms, registration
+from sglang_dsv4.decisions.plugins import plugins_left_out
 from sglang_dsv4.errors import Dsv4Error, FlagError, HookError
 
 PACKAGES = (
@@ -108,7 +109,7 @@ def device() -> Iterator[Finding]:
     chosen = envs.PLATFORM.get()
     if chosen:
         yield _platform(chosen)
-        if envs.CPU_PLATFORM in envs.plugins_left_out(chosen):
+        if envs.CPU_PLATFORM in plugins_left_out(chosen):
             yield left_out(envs.CPU_PLATFORM)
         return
     import torch

@@ -7,10 +7,11 @@ from importlib.metadata import entry_points
 from typing import NamedTuple
 
 from sglang_dsv4 import envs
+from sglang_dsv4.decisions.plugins import PLUGIN, allowed_plugins, plugins_left_out
 from sglang_dsv4.errors import RefusedError
 
 WITHOUT = {
-    envs.PLUGIN: f"SGLang would load this model without {envs.PLUGIN}",
+    PLUGIN: f"SGLang would load this model without {PLUGIN}",
     envs.CPU_PLATFORM: "SGLang would not load its CPU platform",
 }
 """What comes of it when SGLang does not load a plugin."""
@@ -27,21 +28,21 @@ class Finding(NamedTuple):
 def registration() -> Iterator[Finding]:
     """Whether SGLang would load our plugin."""
     names = {entry.name for entry in entry_points(group="sglang.srt.plugins")}
-    if envs.PLUGIN in names:
-        yield Finding("ok", "entry point", f"sglang.srt.plugins: {envs.PLUGIN}")
+    if PLUGIN in names:
+        yield Finding("ok", "entry point", f"sglang.srt.plugins: {PLUGIN}")
     else:
-        yield Finding("stop", "entry point", f"sglang.srt.plugins has no {envs.PLUGIN}: install the package with pip")
-    for name in envs.plugins_left_out(""):
+        yield Finding("stop", "entry point", f"sglang.srt.plugins has no {PLUGIN}: install the package with pip")
+    for name in plugins_left_out(""):
         yield left_out(name)
 
 
 def left_out(plugin: str) -> Finding:
     """What to say of a plugin that SGLANG_PLUGINS does not list."""
-    listed = ", ".join(envs.allowed_plugins())
+    listed = ", ".join(allowed_plugins())
     return Finding("stop", envs.PLUGINS.name, f"lists {listed} and leaves out {plugin}: add it")
 
 
-def refusal(finding: Finding, plugin: str = envs.PLUGIN) -> RefusedError:
+def refusal(finding: Finding, plugin: str = PLUGIN) -> RefusedError:
     """The error, not raised, for a launch that SGLang would do without `plugin`, because of `finding`."""
     found = f"{finding.subject}: {finding.text}"
     return RefusedError(WITHOUT[plugin], found=found, remedy="`sglang-dsv4 doctor` says what else would stop a start.")
@@ -49,7 +50,7 @@ def refusal(finding: Finding, plugin: str = envs.PLUGIN) -> RefusedError:
 
 def list_refusals(platform: str) -> list[RefusedError]:
     """Why SGLANG_PLUGINS keeps what a server on `platform` needs from SGLang; empty when it does not."""
-    return [refusal(left_out(name), name) for name in envs.plugins_left_out(platform)]
+    return [refusal(left_out(name), name) for name in plugins_left_out(platform)]
 
 
 def platforms() -> set[str]:

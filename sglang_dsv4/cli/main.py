@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from sglang_dsv4 import __version__
+from sglang_dsv4.cli.check.arguments import apart
 from sglang_dsv4.errors import PREFIX, Dsv4Error, show
 
 # One module a command; each exports add_parser(subparsers), which sets `run`. Nothing heavy is imported by these.
@@ -30,13 +31,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command line; what stands after `--` of a command that passes it on is not argparse's.
+    """The arguments of a command line; `server_arguments` are SGLang's, which are not argparse's to judge.
 
-    argparse itself would lose it where an option stands between the model and `--`.
+    They stand after `--` of a command that passes them on (argparse itself would lose it where an option stands between
+    the model and `--`), and anywhere on the line of `check`. Exits with 2 on a usage error.
     """
-    end = list(argv).index("--") if argv and argv[0] in PASSES_ON and "--" in argv else len(argv)
-    args = build_parser().parse_args(argv[:end])
-    args.server_arguments = list(argv[end + 1 :])
+    words = list(argv)
+    others: list[str] = []
+    if words[:1] == ["check"]:
+        words, others = apart(words)
+    elif words and words[0] in PASSES_ON and "--" in words:
+        end = words.index("--")
+        words, others = words[:end], words[end + 1 :]
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        hint = "; put SGLang's own options after --" if args.command in PASSES_ON else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    args.server_arguments = others
     return args
 
 

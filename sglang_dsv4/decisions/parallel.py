@@ -12,6 +12,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from sglang_dsv4.checkpoint.names import counted
 from sglang_dsv4.decisions.verdict import Refusal
 
 EP_SPANS_TP = frozenset(
@@ -316,7 +317,7 @@ def _widths(sizes: Sizes, ranks: Ranks, routed: Width, shared_tp1: bool, padded:
     padded = padded and pads(ranks.tp, ranks.moe_tp)
     problem = _width_problem(sizes.moe_intermediate, ranks.moe_tp, routed.multiple, padded)
     if problem:
-        what = f"routed experts: a width of {sizes.moe_intermediate} over {ranks.moe_tp} ranks"
+        what = f"routed experts: a width of {sizes.moe_intermediate} over {counted(ranks.moe_tp, 'rank')}"
         yield Refusal("parallel-routed-block", what, *problem, remedy="Raise --ep-size, or lower --tp-size.")
     replicated = shared_tp1 or ranks.a2a in EP_SPANS_TP
     if replicated or not sizes.shared_experts or sizes.block is None:
@@ -327,7 +328,7 @@ def _widths(sizes: Sizes, ranks: Ranks, routed: Width, shared_tp1: bool, padded:
         remedy = "Set SGLANG_SHARED_EXPERT_TP1=1 to give every rank the whole shared expert, or lower --tp-size."
         yield Refusal(
             "parallel-shared-block",
-            f"shared experts: a width of {width} over {ranks.tp} ranks",
+            f"shared experts: a width of {width} over {counted(ranks.tp, 'rank')}",
             *problem,
             remedy=remedy,
         )
@@ -338,7 +339,9 @@ def _width_problem(width: int, share: int, multiple: int, padded: bool) -> tuple
     if padded:
         blocks = -(-width // multiple)
         return (
-            None if blocks >= share else (f"{blocks} blocks of {multiple}", f"at least one for each of {share} ranks")
+            None
+            if blocks >= share
+            else (f"{counted(blocks, 'block')} of {multiple}", f"at least one for each of {share} ranks")
         )
     if width % share or width // share % multiple:
         return f"{width / share:g}", f"a multiple of {multiple}"

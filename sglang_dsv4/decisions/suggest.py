@@ -14,6 +14,7 @@ from sglang_dsv4 import envs
 from sglang_dsv4.decisions.decide import Flags, Inputs, decide
 from sglang_dsv4.decisions.drafts import ALGORITHM_OF, Speculation
 from sglang_dsv4.decisions.parallel import MOST_RANKS, Ranks
+from sglang_dsv4.decisions.plugins import allowed_plugins, plugins_left_out
 from sglang_dsv4.decisions.verdict import Refusal
 
 Fix = Callable[[Inputs], Inputs]
@@ -80,6 +81,7 @@ def _fixes(inputs: Inputs) -> Iterator[tuple[int, Fix]]:
     yield 3, lambda given: _ranks(given, attn_dp=2 if tp % 2 == 0 else 1)
     yield 4, lambda given: _ranks(given, attn_dp=4 if tp % 4 == 0 else 1)
     yield 4, lambda given: _ranks(given, **dict.fromkeys(_CONTEXT_AND_DATA, 1))
+    yield 4, lambda given: _ranks(given, prefill_cp=False)
     for cost, smaller in enumerate(_smaller(tp), 8):
         yield cost, functools.partial(_on_fewer, tp=smaller)
     yield 8, lambda given: _spec(given, algorithm=None)
@@ -177,6 +179,8 @@ def launch_line(
         command += ["--moe-a2a-backend", inputs.ranks.a2a]
     if inputs.runner != "auto":
         command += ["--moe-runner-backend", inputs.runner]
+    if inputs.ranks.prefill_cp:
+        command.append("--enable-prefill-cp")
     if inputs.fuse_shared:
         command.append("--enforce-shared-experts-fusion")
     words = [*command, *_speculative(inputs.speculation), *others]
@@ -189,12 +193,12 @@ def _settings(inputs: Inputs, environ: Mapping[str, str]) -> Iterator[str]:
         value = getattr(inputs.flags, name)
         if value is not None and value != getattr(Flags(), name):
             yield f"{flag.name}={int(value)}"
-    platform = _platform(inputs, environ)
+    platform = platform_of(inputs, environ)
     if inputs.arch == "cpu":
         yield f"{envs.PLATFORM.name}={shlex.quote(platform)}"
-    left_out = envs.plugins_left_out(platform, environ)
+    left_out = plugins_left_out(platform, environ)
     if left_out:
-        yield f"{envs.PLUGINS.name}={shlex.quote(','.join([*envs.allowed_plugins(environ), *left_out]))}"
+        yield f"{envs.PLUGINS.name}={shlex.quote(','.join([*allowed_plugins(environ), *left_out]))}"
 
 
 def _in_the_way(inputs: Inputs, environ: Mapping[str, str]) -> Iterator[str]:
@@ -210,7 +214,7 @@ def _in_the_way(inputs: Inputs, environ: Mapping[str, str]) -> Iterator[str]:
         yield from (spelling for spelling in envs.PLATFORM.spellings if spelling in environ)
 
 
-def _platform(inputs: Inputs, environ: Mapping[str, str]) -> str:
+def platform_of(inputs: Inputs, environ: Mapping[str, str] | None = None) -> str:
     """SGLANG_PLATFORM of the launch: on a CPU the one that `environ` names, else ours."""
     named: str = envs.PLATFORM.get(environ)
     if inputs.arch == "cpu":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +30,7 @@ class Run:
     """`check` with its options; the default device is fixed, since tests run on machines with and without a GPU."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], environment: pytest.MonkeyPatch) -> None:
-        self.capsys = capsys
+        self.capsys, self.environment = capsys, environment
         for flag in FLAGS:
             environment.delenv(flag.name, raising=False)
 
@@ -48,6 +50,19 @@ class Run:
     def refusals(self, *arguments: object, arch: str | None = "sm90") -> list[tuple[str, str]]:
         """(code, message) of each refusal."""
         return [(refusal["code"], refusal["message"]) for refusal in self.json(*arguments, arch=arch)["refusals"]]
+
+    def pasted(self, launch: str) -> list[str]:
+        """The options of a launch line, after what stands before `python` was done to the environment."""
+        words = shlex.split(launch)
+        before, after = words[: words.index("python")], words[words.index("sglang.launch_server") + 1 :]
+        unset = [name for option, name in itertools.pairwise(before) if option == "-u"]
+        for name in unset:
+            self.environment.delenv(name)
+        for word in before:
+            name, _, value = word.partition("=")
+            if value:
+                self.environment.setenv(name, value)
+        return after
 
 
 @contextmanager

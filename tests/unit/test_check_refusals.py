@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 
 import grammar
@@ -343,16 +342,10 @@ def test_the_suggested_launch_is_not_refused(run, tmp_path, monkeypatch, arch, f
     if report["launch"] is None:
         assert arch == "sm80"  # no kernel for four- or eight-bit experts at all
         return
-    words = shlex.split(report["launch"])
-    start = words.index("python")
-    for name in flags:
-        monkeypatch.delenv(name)
-    for name, _, value in (word.partition("=") for word in words[:start]):
-        monkeypatch.setenv(name, value)
-    given = words[words.index("--model-impl") + 2 :]
-    again = run.json(folder, *given, arch=arch)
+    given = run.pasted(report["launch"])
+    again = run.json(*given, arch=arch)
     assert again["refusals"] == []
-    assert again["launch"] == report["launch"]
+    assert run.pasted(again["launch"]) == given
 
 
 @pytest.mark.parametrize(("arch", "flags", "options"), [case for case in IMPOSSIBLE if case[0] != "sm80"])
@@ -454,3 +447,40 @@ def test_a_block_that_the_scales_do_not_have_is_refused_before_the_load(tmp_path
     assert main(["check", str(tmp_path / "v4")]) == 1
     said = capsys.readouterr().out
     assert "weight_block_size is not the block of the scales; found [64, 64]; expected [128, 128]" in said
+
+
+def test_a_draft_s_class_is_no_model(run, tmp_path):
+    folder = write(tmp_path / "v4", "mtp")
+    edit_config(folder, architectures=["DeepseekV4ForCausalLMNextN"])
+    [(code, message)] = run.refusals(folder)
+    assert code == "ConfigError"
+    assert "architectures: a draft's class, for the model itself; found DeepseekV4ForCausalLMNextN" in message
+
+
+def test_an_embedding_is_not_served_for_a_head_that_is_there(run, tmp_path):
+    folder = write(tmp_path / "v4", "none")
+    edit_config(folder, tie_word_embeddings=True)
+    [(code, message)] = run.refusals(folder)
+    assert code == "ConfigError"
+    assert "tie_word_embeddings: the embedding would be served as the head; found true, and a head.weight" in message
+
+
+EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", 1, "--speculative-eagle-topk", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["DeepseekV4ForCausalLMDSpark"]}, "architectures: not the class of this draft"),
+        ({"hidden_size": 512}, "hidden_size: the draft is of another size than its target; found 512; expected 256"),
+        ({"vocab_size": 1024}, "vocab_size: the draft is of another size than its target; found 1024; expected 512"),
+        ({"hc_mult": 2}, "hc_mult: the draft is of another size than its target; found 2; expected 4"),
+        ({"num_hidden_layers": 1, "num_hash_layers": 1}, "cannot name an MTP draft's tensors beside one layer"),
+    ],
+)
+def test_a_draft_that_does_not_fit_its_target(run, tmp_path, changes, message):
+    target, draft = write(tmp_path / "target", "none"), write(tmp_path / "draft", "mtp")
+    assert run.refusals(target, *EAGLE, "--speculative-draft-model-path", draft) == []
+    edit_config(draft, **changes)
+    found = [text for _, text in run.refusals(target, *EAGLE, "--speculative-draft-model-path", draft)]
+    assert any(message in text for text in found)

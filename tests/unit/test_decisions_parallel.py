@@ -179,6 +179,16 @@ def test_only_what_is_dealt_in_blocks_is_padded():
     assert "--tp-size 1, 2, 4, 8 with --ep-size equal to it" in refusal.remedy
 
 
+def test_one_block_and_one_rank_are_no_plurals():
+    narrow = Sizes(4, 64, 512, 64, 1024, 64, 128)
+    first, *_ = parallel_refusals(narrow, Ranks(2), FP8, arch="sm90", padded=True)
+    assert first.found == "1 block of 128"
+    (only,) = parallel_refusals(
+        Sizes(4, 64, 512, 64, 1024, 64, 200, shared_experts=0), Ranks(2, ep=2), FP8, arch="sm90"
+    )
+    assert only.what == "routed experts: a width of 200 over 1 rank"
+
+
 def test_tp16_of_pro_is_told_the_two_ways_out():
     (*_, last) = parallel_refusals(PRO, Ranks(16), FP8, arch="sm90")
     assert "--tp-size 1, 2, 4, 8" in last.remedy

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from sglang_dsv4 import envs
-from sglang_dsv4.cli.check.arguments import add_arguments, as_server_arguments
+from sglang_dsv4.cli.check.arguments import add_arguments, as_server_arguments, usage_fault
 from sglang_dsv4.cli.check.as_json import as_json
 from sglang_dsv4.cli.check.report import Device, check
 from sglang_dsv4.cli.check.text import lines
@@ -29,13 +29,16 @@ def add_parser(subparsers: Any) -> None:
         epilog="Exit 0: the launch can work. Exit 1: it is refused; the last line is one that works, if there is any.",
     )
     add_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
+    fault = usage_fault(args, args.server_arguments)
+    if fault is not None:
+        args.usage_error(fault)
     gc.disable()  # headers become a million tuples, none of them in a cycle: a fifth of the time
     try:
-        report = check(as_server_arguments(args), device(args.arch))
+        report = check(as_server_arguments(args), device(args.arch), args.server_arguments)
     finally:
         gc.enable()
     if args.json:

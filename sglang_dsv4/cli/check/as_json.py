@@ -23,6 +23,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "decisions": [decided._asdict() for decided in report.decided],
         "environment": dict(report.environment),
         "notes": list(report.notes),
+        "not_judged": list(report.not_judged),
         "refusals": [_refusal(refused) for refused in report.refused],
         "launch": report.launch,
     }

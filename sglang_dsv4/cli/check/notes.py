@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.expected import NAMES
@@ -13,6 +14,15 @@ from sglang_dsv4.errors import FlagError
 
 _CLAIMS_OF_EXPERTS = ("expert_dtype", "quantization_config.routed_experts_quant_method")
 _MOST = 5
+
+
+def launch_notes(arguments: Any, not_judged: Sequence[str]) -> Iterator[str]:
+    """What is not judged, and what the launch line spells otherwise. `arguments` as for `survey_launch`."""
+    if not_judged:
+        yield f"not judged: {', '.join(not_judged)}"
+    if arguments.enable_dp_attention and arguments.attn_dp_size == 1 and arguments.dp_size > 1:
+        size = arguments.dp_size
+        yield f"--dp-size {size} --enable-dp-attention is the older spelling of --attn-dp-size {size}"
 
 
 def decision_notes(decision: Decision, files: Files) -> Iterator[str]:

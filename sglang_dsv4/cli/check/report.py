@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -10,11 +10,13 @@ from sglang_dsv4.checkpoint.layout import DraftKind
 from sglang_dsv4.checkpoint.names import is_draft
 from sglang_dsv4.checkpoint.preflight import Inspection
 from sglang_dsv4.checkpoint.sizes import Weights, stored
-from sglang_dsv4.cli.check.notes import decision_notes, file_notes
+from sglang_dsv4.cli.check.arguments import kept, options_of
+from sglang_dsv4.cli.check.notes import decision_notes, file_notes, launch_notes
+from sglang_dsv4.cli.installed import list_refusals
 from sglang_dsv4.decisions.decide import Decision, Flags, Inputs, decide
 from sglang_dsv4.decisions.gather import speculation_of
 from sglang_dsv4.decisions.launch import Files, launch_inputs, survey_launch
-from sglang_dsv4.decisions.suggest import launch_line, nearest
+from sglang_dsv4.decisions.suggest import launch_line, nearest, platform_of
 from sglang_dsv4.decisions.weights import RankWeights, rank_weights, wo_a_of_launch
 from sglang_dsv4.errors import Dsv4Error, FlagError
 
@@ -47,6 +49,7 @@ class Report:
 
     stored: "target" and "draft" as they lie in the files. environment: flags that the server writes for its child
     processes. launch: the line that launches what was asked for, or when that is refused the nearest one that works.
+    not_judged: SGLang's options that no decision is about, each with its values.
     """
 
     path: str
@@ -60,6 +63,7 @@ class Report:
     notes: tuple[str, ...] = ()
     refused: tuple[Refused, ...] = ()
     launch: str | None = None
+    not_judged: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -86,30 +90,38 @@ class Report:
         return {"all": len(inspection.checkpoint.shards), "target": len(holds[False]), "draft": len(holds[True])}
 
 
-def check(arguments: Any, device: Device) -> Report:
-    """Inspect the files and decide the launch. `arguments` as for `survey_launch`."""
+def check(arguments: Any, device: Device, others: Sequence[str] = ()) -> Report:
+    """Inspect the files and decide the launch. `arguments` as for `survey_launch`.
+
+    others: the words of the options that no decision is about.
+    """
     files, faults = survey_launch(arguments)
-    refused = [Refused(type(fault).__name__, fault) for fault in faults]
-    if files is None:
-        return Report(arguments.model_path, device, None, refused=tuple(refused))
-    speculation = speculation_of(arguments)
-    loads_bundled = speculation.algorithm is not None and files.draft is None
     found = Report(
         arguments.model_path,
         device,
         files,
-        stored=_stored(files),
-        notes=tuple(file_notes(files, loads_bundled)),
-        refused=tuple(refused),
+        refused=tuple(Refused(type(fault).__name__, fault) for fault in faults),
+        not_judged=tuple(options_of(others)),
     )
+    found = replace(found, notes=tuple(launch_notes(arguments, found.not_judged)))
+    if files is None:
+        return found
+    loads_bundled = speculation_of(arguments).algorithm is not None and files.draft is None
+    found = replace(found, stored=_stored(files), notes=(*found.notes, *file_notes(files, loads_bundled)))
     if any(isinstance(fault, FlagError) for fault in faults):  # flags that cannot be read decide nothing
         return found
-    return _decide(found, files, launch_inputs(arguments, files, arch=device.arch, flags=Flags.read()))
+    inputs = launch_inputs(arguments, files, arch=device.arch, flags=Flags.read())
+    return _decide(found, files, inputs, [*kept(arguments), *others])
 
 
-def _decide(found: Report, files: Files, inputs: Inputs) -> Report:
+def _decide(found: Report, files: Files, inputs: Inputs, others: Sequence[str]) -> Report:
     decision = decide(inputs)
-    refused = (*found.refused, *(Refused(refusal.code, refusal.error()) for refusal in decision.refusals))
+    unlisted = list_refusals(platform_of(inputs))
+    refused = (
+        *found.refused,
+        *(Refused("plugin-list", error) for error in unlisted),
+        *(Refused(refusal.code, refusal.error()) for refusal in decision.refusals),
+    )
     works = inputs if decision.ok else nearest(inputs)
     block_by = "config.json" if files.target.checkpoint.config.quant.block else "header"
     return replace(
@@ -120,7 +132,7 @@ def _decide(found: Report, files: Files, inputs: Inputs) -> Report:
         environment=decision.environment,
         notes=(*decision_notes(decision, files), *found.notes),
         refused=refused,
-        launch=None if works is None or found.refused else launch_line(works, found.path),
+        launch=None if works is None or found.refused else launch_line(works, found.path, others=others),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sglang_dsv4.checkpoint.layout import DenseLayout, ExpertLayout
+from sglang_dsv4.checkpoint.names import counted
 from sglang_dsv4.checkpoint.sizes import Weights
 from sglang_dsv4.cli.check.report import Report
 from sglang_dsv4.decisions.launch import Files
@@ -22,7 +23,7 @@ def lines(report: Report) -> list[str]:
     table = [f"{label:{width}}  {text}".rstrip() for label, text in rows]
     if report.ok:
         return [*table, "OK", *([report.launch] if report.launch else [])]
-    count = f"{len(report.refused)} refusal{'s' if len(report.refused) > 1 else ''}"
+    count = counted(len(report.refused), "refusal")
     if report.launch is None:
         return [*table, count]
     return [*table, f"{count}; this works:", report.launch]
@@ -34,7 +35,8 @@ def _rows(report: Report) -> Iterator[Row]:
         yield "model", report.path
         return
     config = files.target.checkpoint.config
-    yield "model", f"{report.path}: {config.architecture}, {config['NL']} layers, {config['E']} experts"
+    size = f"{counted(config['NL'], 'layer')}, {counted(config['E'], 'expert')}"
+    yield "model", f"{report.path}: {config.architecture}, {size}"
     layout = files.target.layout
     yield "layout", f"{files.target.view.dialect.name} names; {_half(layout.target, layout.target_dense)}"
     yield "draft", _draft(report)
@@ -64,7 +66,7 @@ def _draft(report: Report) -> str:
     own = [name for name, there in (("embedding", layout.own_embedding), ("head", layout.own_head)) if there]
     loaded = report.inputs is not None and report.inputs.loads_draft
     parts = [
-        f"{layout.draft_kind.value}, {layout.stages} stage{'s' if layout.stages > 1 else ''}",
+        f"{layout.draft_kind.value}, {counted(layout.stages, 'stage')}",
         _half(layout.draft, layout.draft_dense),
         f"own {' and '.join(own)}" if own else "",
         f"from {drafted.checkpoint.storage.uri}" if report.files and report.files.draft else "",
@@ -77,7 +79,7 @@ def _files(report: Report, files: Files) -> str:
     tensors, shards = files.target.view.tensors, report.shards()
     nbytes = sum(info.nbytes for info in tensors)
     needs = f"the target needs {shards['target']}" + (f", its draft {shards['draft']}" if shards["draft"] else "")
-    return f"{len(tensors):,} tensors, {nbytes:,} bytes in {shards['all']} shards; {needs}"
+    return f"{len(tensors):,} tensors, {nbytes:,} bytes in {counted(shards['all'], 'shard')}; {needs}"
 
 
 def _stored(report: Report) -> str:
