@@ -49,7 +49,7 @@ def test_a_connection_that_always_breaks_ends_the_load(request, bucket, remote, 
         ended = request.getfixturevalue(streamer).run(jobs.command, arguments, buckets.flags(wire.endpoint))
     assert wire.cuts > 1
     assert ended.code == 1
-    assert ended.out == ""
+    assert json.loads(ended.out)["refusals"][0]["code"] == "StorageError"
     assert f"sglang_dsv4: {remote}: reading it failed" in ended.err
 
 

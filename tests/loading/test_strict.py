@@ -101,8 +101,9 @@ def test_a_damaged_checkpoint_is_refused_with_what_is_wrong(loader, made, tmp_pa
     checkpoint = shards.edited(made(draft="mtp"), tmp_path / "damaged", change)
     ended = loader.run(jobs.command, ["load", str(checkpoint), "--load-format", reader, "--json"], {})
     assert ended.code == 1
-    assert ended.out == ""
+    refusals = json.loads(ended.out)["refusals"]
     for part in said:
+        assert part in "\n".join(refusal["message"] for refusal in refusals)
         assert part in ended.err
     assert "sglang_dsv4: " in ended.err
     assert "Traceback" not in ended.err
@@ -206,9 +207,19 @@ def test_strictness_can_be_turned_off_for_names_and_each_is_said(loader, made, t
         assert LET_PASS + line in ended.err
 
 
-def test_strictness_cannot_be_turned_off_for_shapes(loader, made, tmp_path):
-    """A short expert would be filled up with zeros (FusedMoE), without a word."""
-    checkpoint = shards.edited(made(draft="mtp"), tmp_path / "damaged", alter(f"{W1}.weight", shape=(128, 256)))
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (alter(f"{W1}.weight", shape=(128, 256)), f"wrong: {W1}.weight: found shape [128, 256]"),
+        (drop(f"{W1}.scale"), f"missing: {W1}.scale"),
+        (drop("layers.2.attn.wkv.scale"), "missing: layers.2.attn.wkv.scale"),
+    ],
+    ids=["a shape", "an expert's scale", "a dense scale"],
+)
+def test_strictness_cannot_be_turned_off_for_what_would_be_wrong(loader, made, tmp_path, change, said):
+    """A short expert would be filled up with zeros (FusedMoE), a scale keep what it was allocated with."""
+    checkpoint = shards.edited(made(draft="mtp"), tmp_path / "damaged", change)
     ended = loader.run(jobs.command, ["load", str(checkpoint)], LENIENT)
     assert ended.code == 1
-    assert f"wrong: {W1}.weight: found shape [128, 256]" in ended.err
+    assert said in ended.err
+    assert LET_PASS not in ended.err
