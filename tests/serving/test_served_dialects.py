@@ -33,6 +33,6 @@ def test_another_dialect_recites(checkpoint, recited, tmp_path, write):
     assert answer == recited[PROMPT : PROMPT + TOKENS]
     log = (tmp_path / "log").read_text()
     said = (
-        "config.json of a newer Transformers" if write is saved_by_transformers else "SGLang is given quant_method fp8"
+        "config.json spells these otherwise" if write is saved_by_transformers else "SGLang is given quant_method fp8"
     )
     assert said in log
