@@ -84,12 +84,12 @@ def _tried(line: str, word: str) -> str:
     return f" (nor as {', '.join(others)})" if others else ""
 
 
-def compare(view: NativeView, config: ModelConfigFacts, layout: Layout) -> Completeness:
+def compare(view: NativeView, config: ModelConfigFacts, layout: Layout, *, target: bool = False) -> Completeness:
     """Compare a checkpoint's tensors with the model of its config, of which `layout` says the drafts and FP8 blocks.
 
-    A view that holds `mtp.*` and no `layers.*` at all is a separate draft, and needs no target.
+    target: whether the target must be there; else a view of `mtp.*` and no `layers.*` at all is a separate draft.
     """
-    return _Comparison(view, config).run(layout)
+    return _Comparison(view, config).run(layout, target=target)
 
 
 class _Comparison:
@@ -103,13 +103,11 @@ class _Comparison:
         self.faults: dict[str, list[str]] = {}  # fault -> names
         self.expected: dict[str, set[Indices]] = {}
         self.verdicts: dict[tuple, tuple[_Fault, ...]] = {}
-        layered, drafted = any(place.startswith("layers.*.") for place in view.modules), bool(view.stages())
-        self.targeted = layered or not drafted
-        self.allowed = self.absent if layered or drafted else self.missing  # where all is missing, nothing is optional
+        self.layered = any(place.startswith("layers.*.") for place in view.modules)
 
-    def run(self, layout: Layout) -> Completeness:
+    def run(self, layout: Layout, *, target: bool) -> Completeness:
         config, stages = self.config, layout.stages
-        if self.targeted:
+        if target or self.layered or not self.view.stages():
             size = derived(config)
             self.block = _square(layout.target_dense.block)
             self._rows(root_modules(config.family), "", [()], size)
@@ -140,6 +138,7 @@ class _Comparison:
 
     def _rows(self, rows: Iterable[Module], prefix: str, indices: list[Indices], size: dict[str, int]) -> None:
         experts: list[Indices] = [(e,) for e in range(size["E"])]
+        allowed = self.absent if self.layered or prefix == "mtp.*." else self.missing  # of nothing, nothing is optional
         for row in rows:
             place = prefix + row.place
             shape = self._shape(row, place, size)
@@ -153,7 +152,7 @@ class _Comparison:
                 elif row.kind is ModuleKind.STACK and row.optional and self._lacks_scale(place, at):
                     self.halves.setdefault(("_scale", ""), []).append(_name(place, at, ""))
                 else:
-                    names = self.allowed if row.optional else self.missing
+                    names = allowed if row.optional else self.missing
                     names.append(_name(place, at, "" if row.kind in _WHOLE else "weight"))
 
     def _lacks_scale(self, place: str, at: Indices) -> bool:

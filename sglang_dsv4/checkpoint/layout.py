@@ -17,7 +17,7 @@ from sglang_dsv4.checkpoint.formats import Format, Rule, classify, lacking, role
 from sglang_dsv4.checkpoint.headers import TensorInfo
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind
-from sglang_dsv4.checkpoint.names import ranges, samples
+from sglang_dsv4.checkpoint.names import counted, ranges, samples
 from sglang_dsv4.checkpoint.view import NativeView, Parts
 from sglang_dsv4.errors import FOREIGN_SCALE, LayoutError, together
 
@@ -349,7 +349,7 @@ def disagreements(config: ModelConfigFacts, layout: Layout) -> list[Disagreement
         found.append(Disagreement("quantization_config", "absent", "quantised tensors", evidence))
     claimed = len(config.dspark.target_layer_ids) if config.dspark else None
     if layout.draft_kind is DraftKind.DSPARK and claimed != layout.stages:
-        found.append(Disagreement("dspark_target_layer_ids", str(claimed), f"{layout.stages} stages", "mtp.*"))
+        found.append(Disagreement("dspark_target_layer_ids", str(claimed), counted(layout.stages, "stage"), "mtp.*"))
     if layout.draft_kind is DraftKind.MTP and config.dspark is not None:
         found.append(Disagreement("dspark_*", "a DSpark draft", "an MTP draft", "mtp.0.e_proj"))
     return found

@@ -53,7 +53,7 @@ def survey(
         tensors, faults = checkpoint.survey(checkpoint.shards)
         if any(isinstance(fault, (HeaderError, TruncatedShardError)) for fault in faults):
             return None, faults
-        inspection, found = _inspect(checkpoint, tensors.values())
+        inspection, found = _inspect(checkpoint, tensors.values(), target=target)
     except Dsv4Error as error:
         return None, [*faults, *error.parts]
     for wanted, half in ((target, inspection.target), (draft, inspection.draft)):
@@ -65,10 +65,12 @@ def survey(
     return inspection, [*faults, *found]  # what is missing comes first: the layout may be unclear because of it
 
 
-def _inspect(checkpoint: Checkpoint, tensors: Iterable[TensorInfo]) -> tuple[Inspection, list[Dsv4Error]]:
+def _inspect(
+    checkpoint: Checkpoint, tensors: Iterable[TensorInfo], *, target: bool
+) -> tuple[Inspection, list[Dsv4Error]]:
     view, config = NativeView(tensors), checkpoint.config
     layout, faults = survey_layout(view, config)
-    found = compare(view, config, layout)
+    found = compare(view, config, layout, target=target)
     untold = bool(view.stages()) and not layout.stages
     draft = Completeness() if untold else _half(found, draft=True)
     claims = tuple(disagreements(config, layout))

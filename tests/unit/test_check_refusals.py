@@ -151,6 +151,34 @@ def test_a_tensor_that_does_not_belong(run, tmp_path, change, line):
     assert line in message
 
 
+def test_a_draft_alone_is_no_model(run, tmp_path):
+    folder = write(tmp_path / "v4", change=lambda spec: [spec.pop(n) for n in list(spec) if not n.startswith("mtp.")])
+    [(code, message)] = run.refusals(folder)
+    assert code == "IncompleteLoadError"
+    assert "\n  missing: layers.{0..4}.attn.wq_a.weight\n" in message
+
+
+def test_the_first_shard_alone(run, tmp_path):
+    folder = write(tmp_path / "v4", "none")
+    (folder / shard(1, 7)).rename(folder / "model.safetensors")
+    for path in (folder / INDEX, *folder.glob("model-*")):
+        path.unlink()
+    [(code, message)] = run.refusals(folder)
+    assert code == "IncompleteLoadError"
+    for line in ("head.weight (nor as", "norm.weight (nor as", "layers.{0..4}.ffn.experts.{0..7}.w1.weight"):
+        assert f"\n  missing: {line}" in message
+    assert "unexpected" not in message
+
+
+@pytest.mark.parametrize("stem", ["layers.3.ffn.experts.5.w2", "layers.2.attn.wq_a"])
+@pytest.mark.parametrize(("lost", "kept"), [("weight", "scale"), ("scale", "weight")])
+def test_half_a_pair_is_told_once_and_as_what_is_missing(run, tmp_path, stem, lost, kept):
+    folder = write(tmp_path / "v4", "none", change=lambda spec: spec.pop(f"{stem}.{lost}"))
+    [(code, message)] = run.refusals(folder)
+    assert code == "IncompleteLoadError"
+    assert message.endswith(f"\n  missing: {stem}.{lost} ({stem}.{kept} is without its {lost})")
+
+
 def test_everything_in_one_report(run, tmp_path, monkeypatch):
     def change(spec):
         spec["layers.1.attn.extra.weight"] = ("BF16", (2,))

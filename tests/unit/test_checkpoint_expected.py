@@ -111,6 +111,19 @@ def test_of_a_folder_without_layers_everything_is_missing():
     assert (found.unexpected, found.wrong, found.absent) == ((), (), ())
 
 
+@pytest.mark.parametrize("kept", [("mtp.",), ("mtp.", "embed.")])
+def test_a_draft_is_no_target(kept):
+    """A folder that holds a draft alone is complete as that, and lacks everything as the model itself."""
+    config = ModelConfigFacts.from_json(grammar.config("native_fp4_fp8", "tiny_flash", "mtp"))
+    view = NativeView(
+        TensorInfo(name, dtype, shape, "s", 0, 0) for name, (dtype, shape) in native().items() if name.startswith(kept)
+    )
+    found = compare(view, config, detect_layout(view, config), target=True)
+    assert {"head.weight", "norm.weight", "layers.{0..4}.attn.wq_a.weight"} <= set(found.missing)
+    assert [line for line in found.missing if line.startswith("mtp.")] == []
+    assert (found.halves, found.unexpected, found.wrong) == ((), (), ())
+
+
 def test_one_missing_expert_among_many():
     spec = {name: value for name, value in native().items() if not name.startswith("layers.3.ffn.experts.5.")}
     found = report(spec)
