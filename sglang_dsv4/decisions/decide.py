@@ -108,6 +108,12 @@ class Model:
     runner: str | None
     why: str
 
+    @property
+    def choice(self) -> str:
+        """`asked`, or `asked -> runner`. A runner that stays `auto` is not entered: the all-to-all megamoe runs all."""
+        runs = "the kernel of the all-to-all megamoe" if self.runner == "auto" else self.runner
+        return self.asked if runs in (None, self.asked) else f"{self.asked} -> {runs}"
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -182,7 +188,7 @@ def _target(inputs: Inputs) -> tuple[Model | None, list[Refusal]]:
     ]
     verdict = None if _unknown_names(case) else moe_backends.judge(case)
     runner = verdict.runner if verdict else None
-    refusals += _without_deepgemm(inputs, runner)
+    refusals += _without_deepgemm(inputs, case, runner)
     refusals += _sizes(inputs, inputs.sizes, layout, runner)
     why = "flag" if inputs.runner != "auto" else "this package" if verdict and verdict.by_us else "SGLang's default"
     return Model(experts, layout, inputs.runner, runner, why), refusals
@@ -205,7 +211,7 @@ def _draft(inputs: Inputs, target: Model | None) -> tuple[Model | None, list[Ref
         refusals = [_no_common_runner(inputs, target, experts, layout, a2a)]
     else:
         refusals = _some(moe_backends.refusal(case, flag=DRAFT_RUNNER_FLAG, a2a_flag=DRAFT_A2A_FLAG))
-    refusals += [*_container(inputs.draft_quant_method, experts), *_without_deepgemm(inputs, runner)]
+    refusals += [*_container(inputs.draft_quant_method, experts), *_without_deepgemm(inputs, case, runner)]
     sizes = replace(inputs.sizes, experts=inputs.draft_experts or inputs.sizes.experts)
     refusals += _sizes(inputs, sizes, layout, runner)
     return Model(experts, layout, asked, runner, why), refusals
@@ -296,12 +302,12 @@ def _flag_refusals(inputs: Inputs) -> Iterator[Refusal]:
         yield Refusal("flag-pair", what, remedy="Unset one of them.")
 
 
-def _without_deepgemm(inputs: Inputs, runner: str | None) -> Iterator[Refusal]:
+def _without_deepgemm(inputs: Inputs, case: Case, runner: str | None) -> Iterator[Refusal]:
     """DeepGEMM switched off where it is the runner (srt/layers/deep_gemm_wrapper/configurer.py:35)."""
     if runner == "deep_gemm" and not inputs.flags.jit_deepgemm:
         what = f"{envs.JIT_DEEPGEMM.name}=0 switches off the MoE runner that this launch needs, deep_gemm"
-        remedy = f"Unset {envs.JIT_DEEPGEMM.name}, or use --moe-a2a-backend none with --moe-runner-backend auto."
-        yield Refusal("flag-pair", what, remedy=remedy)
+        ways = f"Unset {envs.JIT_DEEPGEMM.name} | use --moe-a2a-backend none & use --moe-runner-backend auto"
+        yield Refusal("flag-pair", what, remedy=moe_backends.remedy(case, ways))
 
 
 def _container(method: str | None, experts: ExpertDecision) -> Iterator[Refusal]:
@@ -371,5 +377,4 @@ def _title(experts: ExpertDecision) -> str:
 
 
 def _described(model: Model) -> str:
-    runner = model.asked if model.runner in (None, model.asked) else f"{model.asked} -> {model.runner}"
-    return f"{model.experts.describe()}, MoE runner {runner} ({model.why})"
+    return f"{model.experts.describe()}, MoE runner {model.choice} ({model.why})"

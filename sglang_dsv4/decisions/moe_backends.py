@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from sglang_dsv4.decisions.moe_names import A2A, ARCHS, LAYOUTS, ROCM, RUNNERS, SELF, Ep, Rocm, Rule
+from sglang_dsv4.decisions.moe_names import A2A, ARCHS, LAYOUTS, PACKED, ROCM, RUNNERS, SELF, Ep, Rocm, Rule
 from sglang_dsv4.decisions.moe_rules import RULES
 from sglang_dsv4.decisions.verdict import Refusal
+from sglang_dsv4.envs import FLYDSL_MEGA_MOE, USE_AITER
 
 MEGAMOE = "megamoe"
 
@@ -90,12 +92,42 @@ def refusal(case: Case, *, flag: str = "--moe-runner-backend", a2a_flag: str = "
     if verdict.ok:
         return None
     rule = verdict.rule
-    spelled = {"--moe-runner-backend": flag, "--moe-a2a-backend": a2a_flag}
-    remedy = rule.do
-    for plain, named in spelled.items():
-        remedy = remedy.replace(plain, named)
+    said = remedy(case, rule.do).replace("--moe-runner-backend", flag).replace("--moe-a2a-backend", a2a_flag)
     found = f"{TITLES[case.layout]} experts, {flag} {case.runner}, {a2a_flag} {case.a2a}, {case.arch}"
-    return Refusal("moe-backend", rule.why, found=found, remedy=remedy)
+    return Refusal("moe-backend", rule.why, found=found, remedy=said)
+
+
+def remedy(case: Case, ways: str) -> str:
+    """The ways out of a refusal (as `Rule.do` has them) as a sentence, without what `case` has already.
+
+    Who names `megamoe` as the runner leaves it by another runner: --moe-a2a-backend is `none` all the while.
+    """
+    force, said = _in_force(without_alias(case)), []
+    for way in ways.rstrip(".").split(" | "):
+        steps = [step for step in way.split(" & ") if not _SETTING.findall(step) or set(_SETTING.findall(step)) - force]
+        if case.runner == MEGAMOE:
+            steps = [step.replace("--moe-a2a-backend none", "--moe-runner-backend auto") for step in steps]
+        said += [_joined(steps, " and ")] if steps else []
+    return f"{_joined(list(dict.fromkeys(said)), ', or ')}."
+
+
+_SETTING = re.compile(r"--moe-(?:runner|a2a)-backend \w+|SGLANG_\w+=1|SGLANG_\w+ unset")
+
+
+def _in_force(case: Case) -> set[str]:
+    switches = {"": [], "aiter": [USE_AITER], "flydsl": [USE_AITER, FLYDSL_MEGA_MOE]}[case.rocm]
+    return {
+        f"--moe-runner-backend {case.runner}",
+        f"--moe-a2a-backend {case.a2a}",
+        *(f"{flag.name}=1" for flag in switches),
+        *([PACKED] if case.layout in ("fp4", "nvfp4", "fp4_hybrid") else []),
+    }
+
+
+def _joined(parts: list[str], link: str) -> str:
+    """One phrase: capital at its start only."""
+    first, *rest = parts
+    return link.join([first[0].upper() + first[1:], *(part[0].lower() + part[1:] for part in rest)])
 
 
 def fusion_refusal(case: Case, enforced: bool) -> Refusal | None:
@@ -154,29 +186,69 @@ _DROP_FUSION = "Leave out --enforce-shared-experts-fusion."
 def moe_table_markdown() -> str:
     """Runner by layout and device as Markdown, for the README: without an all-to-all, expert parallel size 1, AITER on.
 
-    A cell is `yes`, the runner that runs instead, or empty when refused. Runners that never run are named below it.
+    A cell is `yes`, the runner that runs instead, or empty when refused. Below it stand what AITER decides, and every
+    runner that no row names.
     """
     archs = [arch for arch in ARCHS if any(_cell(layout, "auto", arch) for layout in LAYOUTS)]
     lines = [f"| experts | `--moe-runner-backend` | {' | '.join(archs)} |", "|---|---|" + "---|" * len(archs)]
-    never = set(RUNNERS) - {MEGAMOE}
+    unnamed, for_any = set(RUNNERS) - {MEGAMOE}, set()
     for layout in LAYOUTS:
         groups: dict[tuple[str, ...], list[str]] = {}
         for runner in RUNNERS:
             cells = tuple(_cell(layout, runner, arch) for arch in archs)
             if any(cells) and runner != MEGAMOE:
                 groups.setdefault(cells, []).append(runner)
-        never.difference_update(*groups.values())
         for cells, runners in groups.items():
             names = ", ".join(runners) if len(groups) > 1 else "any"
+            if names == "any":
+                for_any.update(runners)
+            else:
+                unnamed.difference_update(runners)
             shown = (("yes" if [cell] == runners else cell) for cell in cells)
             lines.append(f"| {TITLES[layout]} | {names} | {' | '.join(shown)} |")
     refused = [arch for arch in ARCHS if arch not in archs]
-    lines += ["", f"Never without an all-to-all: {', '.join(sorted(never))}. Refused altogether: {', '.join(refused)}."]
-    return "\n".join(lines) + "\n"
+    notes = [
+        "* The table is for launches without an all-to-all, at expert parallel size 1.",
+        f"* The gfx columns assume `{USE_AITER.name}=1`. {_without_aiter()}.",
+        f"* Only where any runner will do: {', '.join(sorted(unnamed & for_any))}.",
+        f"* Never without an all-to-all: {', '.join(sorted(unnamed - for_any))}.",
+        f"* `{MEGAMOE}` is another spelling of `--moe-a2a-backend {MEGAMOE}`, which takes {_taken_by_megamoe()}.",
+        f"* Refused altogether: {', '.join(refused)}.",
+    ]
+    return "\n".join([*lines, "", *notes]) + "\n"
 
 
 def _cell(layout: str, runner: str, arch: str) -> str:
     return judge(Case(layout, runner, arch=arch, rocm="aiter" if arch in ROCM else "")).runner or ""
+
+
+def _without_aiter() -> str:
+    """What holds where AITER, which the cells of ROCm devices take for granted, is not switched on."""
+    runs: dict[str | None, list[str]] = {}
+    for layout in LAYOUTS:
+        for arch in sorted(ROCM):
+            without = judge(Case(layout, arch=arch)).runner
+            told = runs.setdefault(without, [])
+            if (without or "") != _cell(layout, "auto", arch) and TITLES[layout] not in told:
+                told.append(TITLES[layout])
+    what = [
+        f"{f'runs {runner}' if runner else 'is refused'} for {' and '.join(titles)}"
+        for runner, titles in runs.items()
+        if titles
+    ]
+    return f"Without it `aiter` is refused, and `auto` {' and '.join(what)}"
+
+
+def _taken_by_megamoe() -> str:
+    """The experts that the all-to-all takes on each device, with whatever switch it needs there."""
+    taken = []
+    for arch in ARCHS:
+        rocm: Rocm = "flydsl" if arch in ROCM else ""
+        layouts = [layout for layout in LAYOUTS if judge(Case(layout, MEGAMOE, arch=arch, ep="tp", rocm=rocm)).ok]
+        switches = f" (with `{USE_AITER.name}=1` and `{FLYDSL_MEGA_MOE.name}=1`)" if rocm else ""
+        if layouts:
+            taken.append(f"on {arch}{switches} {', '.join(TITLES[layout] for layout in layouts)}")
+    return "; ".join(taken)
 
 
 def _unknown(case: Case, flag: str, a2a_flag: str) -> Refusal | None:

@@ -72,6 +72,7 @@ LORA = frozenset({"lora_cutedsl", "lora_triton", "lora_marlin"})
 MARLIN = frozenset({"marlin", "experimental_sgl_marlin"})
 FP4_ONLY = frozenset({"flashinfer_mxfp4", "humming"}) | MARLIN
 
+PACKED = "SGLANG_DSV4_FP4_DEQUANT unset"
 DEQUANT = "Set SGLANG_DSV4_FP4_DEQUANT=1, which makes them FP8 while they load"
 USE_AUTO = "Use --moe-runner-backend auto."
 NO_A2A = "Use --moe-a2a-backend none."
@@ -83,7 +84,9 @@ class Rule:
 
     runs     SELF, or the runner it becomes; None when refused
     by_us    True where SGLang left alone would take another runner, so that we declare this one
-    why, do  reason and remedy of a refusal
+    why      reason of a refusal
+    do       its remedy: ways out with `|` between them, and the steps of one with `&` between. A step that names what
+             is in force already is left out when it is said (moe_backends.remedy)
     """
 
     source: str

@@ -16,6 +16,7 @@ from sglang_dsv4.decisions.moe_names import (
     FP8,
     LORA,
     NO_A2A,
+    PACKED,
     ROCM,
     RUNNERS,
     USE_AUTO,
@@ -46,7 +47,7 @@ RULES: tuple[Rule, ...] = (
     no(
         "srt/layers/quantization/fp8.py:2972 TRITON",
         "on a CPU experts are loaded for runner triton and no all-to-all",
-        "Use --moe-runner-backend auto and --moe-a2a-backend none.",
+        "Use --moe-runner-backend auto & use --moe-a2a-backend none",
         archs="cpu",
     ),
     # --- names that never fit -------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ RULES: tuple[Rule, ...] = (
     no(
         "srt/layers/quantization/fp8.py:2970 AITER",
         "this runner is for NVIDIA GPUs",
-        "Use --moe-runner-backend auto with SGLANG_USE_AITER=1.",
+        "Use --moe-runner-backend auto & set SGLANG_USE_AITER=1",
         runners=frozenset(RUNNERS) - {"auto", "aiter", "triton"},
         archs=ROCM,
     ),
@@ -120,7 +121,7 @@ RULES: tuple[Rule, ...] = (
     no(
         "srt/arg_groups/moe_hook.py:271 is_fp4_experts",
         "flashinfer_megamoe takes FP4 or NVFP4 experts, not these",
-        "Use another --moe-a2a-backend, or keep FP4 experts packed (SGLANG_DSV4_FP4_DEQUANT unset).",
+        f"Use another --moe-a2a-backend | keep FP4 experts packed ({PACKED})",
         a2a="flashinfer_megamoe",
         layouts=FP8 | {"bf16"},
     ),
@@ -173,7 +174,7 @@ RULES: tuple[Rule, ...] = (
     no(
         "srt/layers/moe/mega_moe.py:53 SGLANG_AMD_USE_FLYDSL_MEGA_MOE",
         "megamoe on ROCm is AITER's MegaMoEv2, which is not switched on",
-        "Set SGLANG_USE_AITER=1 and SGLANG_AMD_USE_FLYDSL_MEGA_MOE=1, or use --moe-a2a-backend none.",
+        "Set SGLANG_USE_AITER=1 & set SGLANG_AMD_USE_FLYDSL_MEGA_MOE=1 | use --moe-a2a-backend none",
         a2a="megamoe",
         archs=ROCM,
         rocm=frozenset({"", "aiter"}),
@@ -188,7 +189,7 @@ RULES: tuple[Rule, ...] = (
     no(
         "srt/layers/quantization/fp8.py:1887 SGLANG_DSV4_FP4_DEQUANT",
         "AITER's MegaMoEv2 takes packed FP4 experts on gfx950, with runner auto or aiter",
-        "Use --moe-a2a-backend none, or on gfx950 keep the experts packed (SGLANG_DSV4_FP4_DEQUANT unset).",
+        f"Use --moe-a2a-backend none | on gfx950 keep the experts packed ({PACKED}) & use --moe-runner-backend auto",
         a2a="megamoe",
         archs=ROCM,
     ),
@@ -202,7 +203,7 @@ RULES: tuple[Rule, ...] = (
     no(
         "srt/layers/moe/mega_moe.py:169 _device_sm",
         "megamoe rewrites packed FP4 experts for a kernel that only sm100 has",
-        f"{DEQUANT}, or use --moe-a2a-backend none.",
+        f"{DEQUANT} | use --moe-a2a-backend none",
         a2a="megamoe",
         archs="sm90",
         layouts="fp4",
@@ -245,7 +246,7 @@ RULES: tuple[Rule, ...] = (
         "srt/arg_groups/mega_moe_hook.py:40 is_sm100",
         "megamoe on sm100 takes packed FP4 experts (runner auto, deep_gemm, flashinfer_mxfp4) or NVFP4 ones (runner"
         " auto, flashinfer_trtllm, flashinfer_trtllm_routed)",
-        "Use --moe-runner-backend auto with such experts (SGLANG_DSV4_FP4_DEQUANT unset), or --moe-a2a-backend none.",
+        f"Use --moe-runner-backend auto & use such experts ({PACKED}) | use --moe-a2a-backend none",
         a2a="megamoe",
     ),
     # --- DeepEP and its kin -------------------------------------------------------------------------------------------
@@ -262,14 +263,14 @@ RULES: tuple[Rule, ...] = (
     no(
         "srt/layers/moe/fused_moe_triton/layer.py:289 is_fp4_expert",
         "deepep_v2 dispatches FP8, and these experts are packed FP4",
-        f"{DEQUANT}, or use --moe-a2a-backend deepep.",
+        f"{DEQUANT} | use --moe-a2a-backend deepep",
         a2a="deepep_v2",
         layouts="fp4",
     ),
     no(
         "srt/layers/moe/fused_moe_triton/layer.py:292 128",
         "deepep_v2 takes FP8 experts in 128x128 blocks, with runner auto or deep_gemm",
-        "Use --moe-a2a-backend none, or --moe-runner-backend auto with such experts.",
+        "Use --moe-a2a-backend none | use --moe-runner-backend auto with such experts",
         a2a="deepep_v2",
     ),
     becomes(
@@ -291,7 +292,7 @@ RULES: tuple[Rule, ...] = (
     no(
         "srt/layers/deep_gemm_wrapper/entrypoint.py:75 fp4_kwargs",
         "DeepGEMM has no FP4 kernel for sm90; the load would end in a fault at the first forward",
-        f"{DEQUANT}, or use --moe-runner-backend humming with --moe-a2a-backend deepep.",
+        f"{DEQUANT} | use --moe-runner-backend humming & use --moe-a2a-backend deepep",
         a2a=DEEPEP,
         archs="sm90",
         layouts="fp4",
@@ -325,7 +326,7 @@ RULES: tuple[Rule, ...] = (
     no(
         "srt/layers/moe/moe_runner/aiter.py:544 deepep_normal",
         "on ROCm this all-to-all needs AITER and FP8 experts in 128x128 blocks, or packed FP4 ones on gfx950",
-        "Set SGLANG_USE_AITER=1 and use --moe-runner-backend auto, or --moe-a2a-backend none.",
+        "Set SGLANG_USE_AITER=1 & use --moe-runner-backend auto | use --moe-a2a-backend none",
         a2a=DEEPEP | {"mori"},
         archs=ROCM,
     ),
@@ -333,7 +334,7 @@ RULES: tuple[Rule, ...] = (
         "srt/layers/moe/moe_runner/runner.py:241 get_pre_permute",
         "with this all-to-all only runner deep_gemm (auto) has a path for FP8 experts in 128x128 blocks, and on sm100"
         " for packed FP4 ones",
-        "Use --moe-runner-backend auto, or --moe-a2a-backend none.",
+        "Use --moe-runner-backend auto | use --moe-a2a-backend none",
         a2a=DEEPEP,
     ),
     # --- FlashInfer's all-to-all ----------------------------------------------------------------------------------
@@ -384,7 +385,7 @@ RULES: tuple[Rule, ...] = (
         "srt/arg_groups/moe_hook.py:531 moe_runner_backend",
         "flashinfer all-to-all needs a runner named for it: deep_gemm (FP8 on sm90 and sm100, FP4 on sm100),"
         " flashinfer_trtllm_routed (FP8, NVFP4 on sm100) or flashinfer_cutlass (NVFP4)",
-        "Name one of these with --moe-runner-backend, or use --moe-a2a-backend none.",
+        "Name one of these with --moe-runner-backend | use --moe-a2a-backend none",
         a2a="flashinfer",
     ),
     *LOCAL,

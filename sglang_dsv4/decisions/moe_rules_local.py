@@ -66,10 +66,18 @@ LOCAL: tuple[Rule, ...] = (
         runners="flashinfer_cutedsl",
     ),
     no(
+        "srt/layers/moe/moe_runner/flashinfer_cutlass.py:399 flashinfer_cutlass",
+        "on sm120 flashinfer_cutlass, the runner of NVFP4 experts, needs an expert parallel size of 1 or the TP size",
+        "Use --moe-runner-backend marlin.",
+        archs="sm120",
+        layouts="nvfp4",
+        runners="auto flashinfer_cutlass",
+    ),
+    no(
         "srt/layers/quantization/modelopt_quant.py:2382 use_marlin_fallback",
         "NVFP4 experts run with flashinfer_trtllm or flashinfer_trtllm_routed on sm100, flashinfer_cutlass on sm100 and"
         " sm120 (expert parallel size 1 or the TP size), or marlin",
-        "Use --moe-runner-backend auto; with another expert parallel size on sm120, marlin.",
+        USE_AUTO,
         layouts="nvfp4",
     ),
     becomes(
@@ -124,7 +132,7 @@ LOCAL: tuple[Rule, ...] = (
     no(
         "srt/layers/deep_gemm_wrapper/entrypoint.py:75 fp4_kwargs",
         "DeepGEMM has no FP4 kernel for sm90",
-        f"Use --moe-runner-backend auto. {DEQUANT}.",
+        f"Use --moe-runner-backend auto | {DEQUANT}",
         archs="sm90",
         layouts="fp4",
         runners="deep_gemm",
@@ -148,7 +156,7 @@ LOCAL: tuple[Rule, ...] = (
     no(
         "srt/layers/quantization/fp8.py:149 SGLANG_USE_AITER",
         "without AITER packed FP4 experts fall to Triton, which cannot read them",
-        f"Set SGLANG_USE_AITER=1. Or {DEQUANT[0].lower()}{DEQUANT[1:]}.",
+        f"Set SGLANG_USE_AITER=1 | {DEQUANT}",
         archs="gfx950",
         layouts="fp4",
         runners="auto",
@@ -157,7 +165,7 @@ LOCAL: tuple[Rule, ...] = (
         "srt/layers/moe/moe_runner/triton_utils/fused_moe.py:1119 hidden_states",
         "this runner takes packed FP4 experts for FP8 ones of half the hidden size and stops at the first request with"
         " 'Hidden size mismatch'",
-        f"Use --moe-runner-backend auto. Or {DEQUANT[0].lower()}{DEQUANT[1:]}.",
+        f"Use --moe-runner-backend auto | {DEQUANT}",
         layouts="fp4",
     ),
     # --- no all-to-all: block FP8 ---------------------------------------------------------------------------------
@@ -214,7 +222,7 @@ LOCAL: tuple[Rule, ...] = (
     no(
         "srt/arg_groups/moe_hook.py:161 ep_size",
         "cutlass has no expert parallelism for FP8",
-        "Set --ep-size 1, or use --moe-runner-backend auto.",
+        "Set --ep-size 1 | use --moe-runner-backend auto",
         layouts="fp8",
         runners="cutlass",
     ),

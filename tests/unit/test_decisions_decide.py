@@ -51,6 +51,24 @@ def test_a_converted_launch():
     assert "packed FP4 -> block FP8 in the stream (SGLANG_DSV4_FP4_DEQUANT=1)" in decision.log_line()
 
 
+@pytest.mark.parametrize("spelling", [{"runner": "megamoe"}, {"ranks": Ranks(8, a2a="megamoe")}])
+def test_megamoe_says_what_runs(spelling):
+    decision = decide(launch(arch="sm100", **{"ranks": Ranks(8), **spelling}))
+    assert decision.ok
+    asked = spelling.get("runner", "auto")
+    assert f"MoE runner {asked} -> the kernel of the all-to-all megamoe (" in decision.log_line()
+    named = decide(launch(arch="sm100", ranks=Ranks(8, a2a="megamoe"), runner="deep_gemm"))
+    assert "MoE runner deep_gemm (flag)" in named.log_line()
+
+
+def test_deepgemm_switched_off_is_told_what_is_left_to_change():
+    off = Flags(jit_deepgemm=False)
+    (only,) = decide(launch(FP8, runner="deep_gemm", flags=off)).refusals
+    assert only.remedy == "Unset SGLANG_ENABLE_JIT_DEEPGEMM, or use --moe-runner-backend auto."
+    (only,) = decide(launch(FP8, ranks=Ranks(8, a2a="deepep"), flags=off)).refusals
+    assert only.remedy == "Unset SGLANG_ENABLE_JIT_DEEPGEMM, or use --moe-a2a-backend none."
+
+
 def test_a_small_block_keeps_to_triton():
     small = Sizes(40, 64, 512, 8, 1024, 384, 2304, block=(32, 32), v41=True)
     assert decide(launch(sizes=small, flags=Flags(dequant=True))).target.layout == "fp8_odd"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -170,6 +171,40 @@ def test_a_refusal_names_what_was_asked_and_the_way_out():
     assert refusal(Case("fp8", "triton", arch="sm90")) is None
 
 
+def test_no_remedy_names_what_is_in_force():
+    for case in moe_backends.all_cases():
+        found = refusal(case)
+        if found is None:
+            continue
+        words = set(re.findall(r"--moe-(?:runner|a2a)-backend \w+|SGLANG_\w+=1", found.remedy))
+        in_force = {f"--moe-runner-backend {case.runner}", f"--moe-a2a-backend {case.a2a}"}
+        in_force |= {"SGLANG_USE_AITER=1"} if case.rocm else set()
+        in_force |= {"SGLANG_AMD_USE_FLYDSL_MEGA_MOE=1"} if case.rocm == "flydsl" else set()
+        assert not words & in_force, (case, found.remedy)
+        assert re.fullmatch(r"[A-Z][^|&]*[^.|&]\.", found.remedy), case
+
+
+@pytest.mark.parametrize(
+    ("case", "remedy"),
+    [
+        (
+            Case("fp4", "megamoe", arch="sm90"),
+            "Set SGLANG_DSV4_FP4_DEQUANT=1, which makes them FP8 while they load, or use --moe-runner-backend auto.",
+        ),
+        (Case("bf16", "megamoe", arch="sm90"), "Use --moe-runner-backend auto."),
+        (Case("bf16", a2a="megamoe", arch="sm90"), "Use --moe-a2a-backend none."),
+        (Case("nvfp4", a2a="deepep"), "Use --moe-a2a-backend none."),
+        (Case("nvfp4", "triton", a2a="deepep"), "Use --moe-runner-backend auto, or use --moe-a2a-backend none."),
+        (Case("fp4", "triton", arch="cpu"), None),
+        (Case("fp4", "marlin", arch="cpu"), "Use --moe-runner-backend auto."),
+        (Case("nvfp4", arch="sm120", ep="part"), "Use --moe-runner-backend marlin."),
+    ],
+)
+def test_a_remedy_leaves_out_what_is_in_force(case, remedy):
+    found = refusal(case)
+    assert (found.remedy if found else None) == remedy
+
+
 @pytest.mark.parametrize("case", [Case("fp8", "my_runner"), Case("fp8", a2a="customized"), Case("fp8", arch="sm110")])
 def test_unknown_names_are_refused_with_the_known_ones(case):
     found = refusal(case)
@@ -215,3 +250,40 @@ def test_the_readme_table_shows_the_rules():
                 assert cell == ("" if runs is None else "yes" if [runs] == runners.split(", ") else runs)
     assert ("fp8", "deep_gemm") in seen
     assert ("fp4", "triton") in seen
+
+
+def test_every_runner_has_a_place_in_the_readme():
+    rows, notes = [], []
+    for line in moe_table_markdown().splitlines():
+        (rows if line.startswith("|") else notes).append(line)
+    named = {runner for row in rows for runner in row.split("|")[2].strip().split(", ")}
+    noted = {word.strip("`.,") for note in notes for word in note.split()}
+    assert set(moe_names.RUNNERS) <= named | noted
+    [some] = [note for note in notes if note.startswith("* Only where any runner will do: ")]
+    [never] = [note for note in notes if note.startswith("* Never without an all-to-all: ")]
+    for runner in moe_names.RUNNERS:
+        runs = {
+            layout for arch in moe_names.ARCHS for layout in moe_names.LAYOUTS if judge(of(layout, runner, arch)).ok
+        }
+        assert (f" {runner}," in never.replace(".", ",")) == (not runs), runner
+        assert (f" {runner}," in some.replace(".", ",")) == (runs == {"fp4_hybrid"}), runner
+    [alias] = [note for note in notes if note.startswith("* `megamoe` is another spelling")]
+    assert "on sm90 block FP8 (128x128); on sm100 packed FP4, NVFP4" in alias
+
+
+def of(layout, runner, arch):
+    if runner == "megamoe":  # an all-to-all by another name
+        runner = "auto"
+    return Case(layout, runner, arch=arch, rocm="aiter" if arch.startswith("gfx") else "")
+
+
+def test_the_readme_says_what_holds_without_aiter():
+    [note] = [line for line in moe_table_markdown().splitlines() if "gfx columns" in line]
+    assert note == (
+        "* The gfx columns assume `SGLANG_USE_AITER=1`. Without it `aiter` is refused, and `auto` is refused for "
+        "packed FP4 and runs triton for block FP8 (128x128)."
+    )
+    assert judge(Case("fp8", arch="gfx942")).runner == judge(Case("fp8", arch="gfx950")).runner == "triton"
+    assert not judge(Case("fp4", arch="gfx950")).ok
+    for layout in ("fp8_odd", "bf16"):
+        assert judge(Case(layout, arch="gfx950")).runner == judge(Case(layout, arch="gfx950", rocm="aiter")).runner

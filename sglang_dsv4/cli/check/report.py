@@ -152,8 +152,7 @@ def _decided(inputs: Inputs, decision: Decision, block_by: str) -> Iterator[Deci
         becomes = f" -> {experts.runs} in the stream" if experts.converts else ""
         yield Decided(f"{role} experts", f"{experts.stored}{becomes}", experts.by)
         if model.runner is not None:
-            changed = model.runner if model.runner == model.asked else f"{model.asked} -> {model.runner}"
-            yield Decided(f"{role} MoE runner", changed, model.why)
+            yield Decided(f"{role} MoE runner", model.choice, model.why)
     if inputs.wo_a is not None:
         wo_a = wo_a_of_launch(inputs)
         becomes = " -> bf16 in the stream" if (inputs.wo_a, wo_a.runs) == ("fp8", "bf16") else ""
