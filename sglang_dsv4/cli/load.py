@@ -27,6 +27,8 @@ from sglang_dsv4.envs import CPU_PLATFORM
 from sglang_dsv4.errors import Dsv4Error, FlagError, RefusedError, together
 
 DRAFT_PATH = "--speculative-draft-model-path"
+FROZEN = (envs.FP8_WO_A, envs.FP8_WO_A_INVROPE)
+"""Flags that SGLang reads once, at import."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -172,16 +174,19 @@ def write_digests(file: Path, found: dict[str, str]) -> None:
 
 
 def settle_flags(model: str, *, draft: bool) -> None:
-    """Write the flags that the checkpoint decides before SGLang is imported, as the parent of a server does for it.
+    """Write the flag that the checkpoint decides before SGLang is imported, as the parent of a server does for it.
 
-    SGLang freezes SGLANG_OPT_FP8_WO_A_GEMM when its model module is imported, which here is the same process.
-    draft: whether a draft will be loaded from this checkpoint; RefusedError when it has none. Raises what is wrong with
-    flags and files, all together.
+    SGLang freezes SGLANG_OPT_FP8_WO_A_GEMM when its model module is imported, which here is the same process. What is
+    wrong with flags and files is left for the launch to say, together with what is wrong with its options.
+    draft: whether a draft will be loaded from this checkpoint; RefusedError when it has none, else what is wrong with
+    it, which a launch without a speculative algorithm does not look at.
     """
     misread = envs.environment_errors()
     files, faults = survey(model, draft=draft, strict=bool(misread) or envs.STRICT.get())
-    if files is None or misread or faults:
+    if draft and (misread or faults):
         raise together([*misread, *faults])
+    if files is None or misread or faults:
+        return
     if draft and not files.view.stages():
         raise RefusedError(
             f"{model} bundles no draft to load",
@@ -189,7 +194,8 @@ def settle_flags(model: str, *, draft: bool) -> None:
             remedy=f"Leave out --draft, or name another checkpoint: -- {DRAFT_PATH} MODEL.",
         )
     inputs = inputs_of(files.checkpoint.config, files.layout, arch=detect_arch(), flags=Flags.read(), serving=False)
-    os.environ.update(decide(inputs).environment)
+    decided = decide(inputs).environment
+    os.environ.update({flag.name: decided[flag.name] for flag in FROZEN if flag.name in decided})
 
 
 def require_registration() -> None:

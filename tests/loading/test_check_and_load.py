@@ -149,3 +149,18 @@ def test_parallel_sizes(loader, made, arguments):
 def test_backends(loader, made, backend, expert_format, flags):
     arguments = ["--tp-size", "2", *f"--moe-{backend}".split()]
     both(loader, str(made(expert_format=expert_format)), arguments, FLAGS[flags])
+
+
+@pytest.mark.parametrize(("target", "draft"), [("fp4", "fp8"), ("fp8", "fp4")])
+def test_a_draft_stored_otherwise_than_its_target(loader, made, target, draft):
+    """Each is judged by its own experts; neither decides a flag for the other."""
+    drafts = str(made(expert_format=draft, draft="mtp"))
+    arguments = [*jobs.NEXTN, "--speculative-draft-model-path", drafts]
+    assert both(loader, str(made(expert_format=target)), arguments, {}, draft=True) == []
+
+
+def test_files_and_options_are_refused_together(loader, made, tmp_path):
+    damaged = shards.edited(made(), tmp_path / "damaged", shards.drop("layers.1.attn.wq_a.weight"))
+    lines = both(loader, str(damaged), ["--tp-size", "3"], {})
+    assert any("missing: layers.1.attn.wq_a.weight" in line for line in lines)
+    assert any("4 attention heads cannot be split over 3" in line for line in lines)
