@@ -35,6 +35,8 @@ _T = TypeVar("_T")
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
+MOST_BYTES = {CONFIG_FILE: 1 << 24, INDEX_FILE: 1 << 28}
+"""More than this is read of neither: it is no such file. Pro's index has 12 MB."""
 
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 _PER_RANK = re.compile(r"model\d+-mp\d+\.safetensors")
@@ -237,6 +239,9 @@ class Checkpoint:
         remedy = "Download the file again."
         if self.files[name] == 0:
             raise fault(f"{where}: the file is empty", remedy=remedy)
+        if self.files[name] > MOST_BYTES[name]:
+            found, expected = counted(self.files[name], "byte"), f"at most {MOST_BYTES[name]}"
+            raise fault(f"{where}: the file is too large", found=found, expected=expected, remedy=remedy)
         text = self.storage.read(name, 0, self.files[name])
         return load_json(text, lambda reason: fault(f"{where}: {reason}", remedy=remedy))
 

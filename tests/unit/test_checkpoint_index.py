@@ -1,6 +1,7 @@
 """Which shards there are: what folder, index and headers disagree on is named, and a load reads what it needs."""
 
 import json
+import os
 
 import grammar
 import pytest
@@ -253,3 +254,10 @@ def test_shards_for_without_an_index_asks_the_headers(folder):
 
 def test_opening_reads_no_header(folder):
     assert Checkpoint.open(folder).storage.counters.reads == 2  # config.json and the index
+
+
+@pytest.mark.parametrize(("name", "error"), [("config.json", ConfigError), (INDEX, IndexMismatchError)])
+def test_a_file_of_terabytes_is_refused_before_it_is_read(folder, name, error):
+    os.truncate(folder / name, 1 << 43)
+    with pytest.raises(error, match=f"{name}: the file is too large; found 8796093022208 bytes"):
+        _ = Checkpoint.open(folder).index
