@@ -10,6 +10,7 @@ from sglang_dsv4.checkpoint.layout import ExpertLayout, Layout
 from sglang_dsv4.decisions.decide import Flags, Inputs
 from sglang_dsv4.decisions.drafts import Speculation
 from sglang_dsv4.decisions.fp4 import ExpertDecision, ExpertFacts, Experts, Role, decide_experts
+from sglang_dsv4.decisions.moe_backends import MEGAMOE
 from sglang_dsv4.decisions.parallel import Ranks, Sizes
 from sglang_dsv4.decisions.quantization import Fits
 
@@ -71,7 +72,8 @@ def sizes_of(config: ModelConfigFacts, layout: Layout) -> Sizes:
 def ranks_of(arguments: Any) -> Ranks:
     """Parallel sizes from SGLang's ServerArgs (or a resolving view of them).
 
-    SGLang's first step turns the older `--enable-dp-attention --dp-size N` into `--attn-dp-size N` and one replica.
+    SGLang's first step turns the older `--enable-dp-attention --dp-size N` into `--attn-dp-size N` and one replica, and
+    runner megamoe into the all-to-all of that name, whichever was given (srt/arg_groups/mega_moe_hook.py:261).
     """
     older = arguments.enable_dp_attention and arguments.attn_dp_size == 1
     return Ranks(
@@ -84,7 +86,7 @@ def ranks_of(arguments: Any) -> Ranks:
         moe_dp=arguments.moe_dp_size,
         dcp=arguments.dcp_size,
         prefill_cp=arguments.enable_prefill_cp,
-        a2a=arguments.moe_a2a_backend,
+        a2a=MEGAMOE if arguments.moe_runner_backend == MEGAMOE else arguments.moe_a2a_backend,
     )
 
 

@@ -93,14 +93,15 @@ def refusal(case: Case, *, flag: str = "--moe-runner-backend", a2a_flag: str = "
         return None
     rule = verdict.rule
     said = remedy(case, rule.do).replace("--moe-runner-backend", flag).replace("--moe-a2a-backend", a2a_flag)
-    found = f"{TITLES[case.layout]} experts, {flag} {case.runner}, {a2a_flag} {case.a2a}, {case.arch}"
+    given = f"{flag} {case.runner}" if case.runner == MEGAMOE else f"{flag} {case.runner}, {a2a_flag} {case.a2a}"
+    found = f"{TITLES[case.layout]} experts, {given}, {case.arch}"
     return Refusal("moe-backend", rule.why, found=found, remedy=said)
 
 
 def remedy(case: Case, ways: str) -> str:
     """The ways out of a refusal (as `Rule.do` has them) as a sentence, without what `case` has already.
 
-    Who names `megamoe` as the runner leaves it by another runner: --moe-a2a-backend is `none` all the while.
+    Who names `megamoe` as the runner leaves it by another runner: no --moe-a2a-backend changes that.
     """
     force, said = _in_force(without_alias(case)), []
     for way in ways.rstrip(".").split(" | "):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from sglang_dsv4 import envs
 from sglang_dsv4.decisions.decide import Flags, Inputs, decide
 from sglang_dsv4.decisions.drafts import ALGORITHM_OF, Speculation
+from sglang_dsv4.decisions.moe_backends import MEGAMOE
 from sglang_dsv4.decisions.parallel import MOST_RANKS, Ranks
 from sglang_dsv4.decisions.plugins import allowed_plugins, plugins_left_out
 from sglang_dsv4.decisions.verdict import Refusal
@@ -175,7 +176,7 @@ def launch_line(
         value = getattr(inputs.ranks, name)
         if value != getattr(Ranks(), name):
             command += [option, str(value)]
-    if inputs.ranks.a2a != "none":
+    if inputs.ranks.a2a != "none" and inputs.runner != MEGAMOE:
         command += ["--moe-a2a-backend", inputs.ranks.a2a]
     if inputs.runner != "auto":
         command += ["--moe-runner-backend", inputs.runner]

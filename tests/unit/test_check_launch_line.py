@@ -132,6 +132,19 @@ def test_the_older_spelling_is_told(run, mtp):
     assert told not in run.json(mtp, "--tp-size", 2, "--attn-dp-size", 2)["notes"]
 
 
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_megamoe_as_a_runner_is_the_all_to_all(run, mtp, arch):
+    """Which sets EP to TP: the same parts on each rank, and the same answer."""
+    as_runner = run.json(mtp, "--tp-size", 2, "--moe-runner-backend", "megamoe", arch=arch)
+    as_a2a = run.json(mtp, "--tp-size", 2, "--moe-a2a-backend", "megamoe", arch=arch)
+    assert as_runner["ok"] == as_a2a["ok"] == (arch == "sm100")
+    assert as_runner["weights"] == as_a2a["weights"]
+    assert "--moe-a2a-backend" not in as_runner["launch"]
+    for refusal in as_runner["refusals"]:
+        assert "--moe-a2a-backend" not in refusal["message"]
+    assert "--moe-runner-backend megamoe" in as_runner["launch"]
+
+
 # --- in the shell at hand ---------------------------------------------------------------------------------------------
 
 
