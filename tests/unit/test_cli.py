@@ -80,7 +80,7 @@ def test_digests_that_cannot_be_written_are_refused_before_the_load(capsys, tmp_
 def test_a_folder_that_cannot_be_made_is_named(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert main(["make-tiny", str(tmp_path / "file")]) == 1
-    assert capsys.readouterr().err == f"sglang_dsv4: {tmp_path / 'file'}: File exists\n"
+    assert capsys.readouterr().err == f"sglang_dsv4: {tmp_path / 'file'}: Not a directory\n"
 
 
 @pytest.mark.parametrize("what", ["check", "load MODEL", "dequant"])
