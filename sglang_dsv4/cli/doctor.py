@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sglang_dsv4 import compat, envs
+from sglang_dsv4.checkpoint.names import counted
 from sglang_dsv4.cli.installed import Finding, left_out, platforms, registration
 from sglang_dsv4.decisions.plugins import plugins_left_out
 from sglang_dsv4.errors import Dsv4Error, FlagError, HookError
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         width = max(len(finding.subject) for finding in findings)
         for finding in findings:
             print(f"{finding.state:4}  {finding.subject:{width}}  {finding.text}")
-        print("OK" if not stops else f"{len(stops)} of these would stop a start")
+        print("OK" if not stops else f"what would stop a start: {counted(len(stops), 'finding')}")
     return 1 if stops else 0
 
 

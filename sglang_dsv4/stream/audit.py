@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from sglang_dsv4.checkpoint.formats import SCALE_SUFFIXES
-from sglang_dsv4.checkpoint.names import collapse
+from sglang_dsv4.checkpoint.names import collapse, counted
 from sglang_dsv4.errors import StreamError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def audit(stream: Stream, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Nam
     details += [f"wrong: {line}: {fault}" for fault, names in wrong.items() for line in collapse(names)]
     if details:
         raise StreamError(
-            f"{len(unexpected) + len(repeated) + sum(map(len, wrong.values()))} tensors do not belong to this model",
+            f"not of this model: {counted(len(unexpected) + len(repeated) + sum(map(len, wrong.values())), 'tensor')}",
             expected="names and shapes of the checkpoint that the model was built from",
             remedy="Nothing of these was written; send what the model has.",
             details=details,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from sglang_dsv4.checkpoint.names import collapse
+from sglang_dsv4.checkpoint.names import collapse, counted
 from sglang_dsv4.errors import StreamError, UnmatchedPairError
 
 if TYPE_CHECKING:
@@ -95,9 +95,8 @@ def _refuse_leftovers(ledger: Ledger) -> None:
         lonely[role].append(name)
     details = [f"weight without its block scale: {name}" for name in collapse(lonely["weight"])]
     details += [f"block scale without its weight: {name}" for name in collapse(lonely["scale"])]
-    count = len(ledger.waiting)
     raise UnmatchedPairError(
-        f"the checkpoint stream ended with {count} unmatched half pair{'s' if count > 1 else ''}",
+        f"the checkpoint stream ended with {counted(len(ledger.waiting), 'unmatched half pair')}",
         expected="every FP8 or packed FP4 weight with its block scale",
         remedy="The checkpoint is incomplete, or its scales have unknown names: run `sglang-dsv4 check` on it.",
         details=details,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import shards
 
-from sglang_dsv4.errors import IncompleteLoadError, LayoutError
+from sglang_dsv4.errors import ConfigError, IncompleteLoadError, LayoutError
 
 
 @pytest.fixture
@@ -62,9 +62,13 @@ def test_without_a_head_the_embedding_is_the_head(changed, plain, made):
     assert found.report["fallbacks"] == ["the output head is the embedding: there is no head.weight"]
 
 
-@pytest.mark.parametrize("change", [unchanged, shards.drop("head.weight")], ids=["with", "without"])
-def test_a_config_that_ties_the_head_is_followed(changed, plain, made, change):
-    found = plain(changed(change, tie_word_embeddings=True))
+def test_a_tied_head_is_not_served_in_place_of_one_that_is_there(changed, loader):
+    with pytest.raises(ConfigError, match="tie_word_embeddings: the embedding would be served as the head"):
+        loader.load(changed(unchanged, tie_word_embeddings=True))
+
+
+def test_a_config_that_ties_the_head_is_followed(changed, plain, made):
+    found = plain(changed(shards.drop("head.weight"), tie_word_embeddings=True))
     tied = {name: digest for name, digest in plain(made()).digests.items() if name != "lm_head.weight"}
     assert found.digests == tied  # one module under two names
     assert found.report["fallbacks"] == ["the output head is the embedding: config.json says so"]

@@ -31,13 +31,13 @@ def source(clock, step, count):
 
 
 def test_a_short_load_says_nothing(clock, caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="sglang_dsv4"):
         assert len(list(progress(source(clock, 0.1, 50), 50, "Model"))) == 50
     assert caplog.messages == []
 
 
 def test_a_long_load_says_how_far_it_is_now_and_then(clock, caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="sglang_dsv4"):
         names = [name for name, _ in progress(source(clock, 6.0, 5), 5, "Model")]
     assert names == [f"t{number}" for number in range(5)]
     assert [message.partition("tensors")[0] for message in caplog.messages] == [
@@ -47,7 +47,7 @@ def test_a_long_load_says_how_far_it_is_now_and_then(clock, caplog):
 
 
 def test_an_unknown_total_is_left_out(clock, caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="sglang_dsv4"):
         list(progress(source(clock, 20.0, 1), 0, "Model"))
     assert caplog.messages[0].startswith("sglang_dsv4: Model: 1 tensors, 0.0 GB")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sglang_dsv4.checkpoint.names import counted
 from sglang_dsv4.stream.pairing import Ledger
 
 if TYPE_CHECKING:
@@ -69,15 +70,16 @@ class LoadReport:
         total = self.seconds.get("total", 0.0)
         rate = self.read_bytes / total / 1e9 if total else 0.0
         lines = [
-            f"{self.model}: read {self.read} tensors, {self.read_bytes / 1e9:.3f} GB in {total:.2f} s ({rate:.2f} GB/s)"
-            f" from {self.source or 'a stream'}"
+            f"{self.model}: read {counted(self.read, 'tensor')}, {self.read_bytes / 1e9:.3f} GB in {total:.2f} s"
+            f" ({rate:.2f} GB/s) from {self.source or 'a stream'}"
             + (f", {self.shards_opened} of {self.shards_total} shards" if self.shards_total else ""),
-            f"converted {self.expanded.pairs} linears to BF16 and {self.experts.pairs} experts' projections to FP8; "
+            f"converted {counted(self.expanded.pairs, 'linear')} to BF16"
+            f" and {self.experts.pairs} experts' projections to FP8; "
             f"held at most {self.held_peak / 2**20:.1f} MiB of halves, {self.in_flight_peak / 2**20:.1f} MiB of copies",
         ]
-        lines += [f"skipped {count} tensors: {reason}" for reason, count in sorted(self.skipped.items())]
+        lines += [f"skipped {counted(count, 'tensor')}: {reason}" for reason, count in sorted(self.skipped.items())]
         lines += [
-            f"rounded {item.values} values of {name}, worst relative error {item.worst_relative_error:.3g}"
+            f"rounded {counted(item.values, 'value')} of {name}, worst relative error {item.worst_relative_error:.3g}"
             for name, item in self.rounding.items()
         ]
         return [*self.decisions, *self.fallbacks, *lines]

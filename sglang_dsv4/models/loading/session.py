@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import envs
+from sglang_dsv4.checkpoint.names import counted
 from sglang_dsv4.compat import RUNAI_MARK
 from sglang_dsv4.errors import PREFIX, Dsv4Error, IncompleteLoadError, show
 from sglang_dsv4.models.loading.direct import DirectWriter, hidden_from_upstream
@@ -140,7 +141,7 @@ def require_complete(model: torch.nn.Module, proof: WriteProof) -> None:
     elif holes:
         raise IncompleteLoadError(
             f"{type(model).__name__} was not loaded completely",
-            found=f"{len(holes)} kinds of parameters that no tensor was written into",
+            found=f"{counted(len(holes), 'kind')} of parameters that no tensor was written into",
             expected="every parameter written by the checkpoint",
             remedy="The checkpoint lacks these tensors: run `sglang-dsv4 check` on it.",
             details=holes,

@@ -19,7 +19,7 @@ from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.expected import NAMES, compare
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import detect_layout
-from sglang_dsv4.checkpoint.names import collapse, is_draft
+from sglang_dsv4.checkpoint.names import collapse, counted, is_draft
 from sglang_dsv4.checkpoint.view import NativeView
 from sglang_dsv4.errors import PREFIX, StorageError
 from sglang_dsv4.models.loading.fallbacks import STRAY_SCALE, absent_sinks_of, fallback_lines, stray_scales
@@ -98,7 +98,7 @@ class Source:
             due.remove(name)
             yield name, tensor
         if due:
-            raise self._misread(f"the end, with {len(due)} tensors still to come", collapse(sorted(due)))
+            raise self._misread(f"the end, with {counted(len(due), 'tensor')} still to come", collapse(sorted(due)))
 
     def _misread(self, found: str, details: list[str]) -> StorageError:
         return StorageError(
