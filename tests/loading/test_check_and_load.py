@@ -38,7 +38,9 @@ ARGUMENTS = (
     "--speculative-algorithm DSPARK",
     "--speculative-algorithm NGRAM",
 )
-SIZES = (
+OPTIONS = (
+    "--dtype bfloat16",
+    "--dtype float16",
     "--ep-size 2",
     "--tp-size 0",
     "--tp-size 2 --ep-size 0",
@@ -136,8 +138,8 @@ def without_a_model(arguments: list[str]) -> jobs.Said:
         return jobs.command(arguments, {})
 
 
-@pytest.mark.parametrize("arguments", SIZES)
-def test_parallel_sizes(loader, made, arguments):
+@pytest.mark.parametrize("arguments", OPTIONS)
+def test_other_options(loader, made, arguments):
     both(loader, str(made()), arguments.split(), {})
 
 
