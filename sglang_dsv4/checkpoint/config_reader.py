@@ -49,20 +49,18 @@ class ConfigReader:
         text = "no such key" if found is MISSING else spelled(found)
         return ConfigError(f"{self.where}: {key}", found=text, expected=expected, remedy=RELEASED)
 
-    def take(self, key: str, rule: ValueRule, default: Any = MISSING, *, section: str = "") -> Any:
-        """The value of a key, `default` where it is missing or null. `section` names the object that holds it.
+    def take(self, key: str, rule: ValueRule, default: Any = MISSING) -> Any:
+        """The value of a key, `default` where it is missing or null.
 
         Raises ConfigError when it breaks its rule, or is missing and there is no default.
         """
-        values = self.values.get(section) or {} if section else self.values
-        value = values.get(key)
-        path = f"{section}.{key}" if section else key
+        value = self.values.get(key)
         if value is None:
             if default is MISSING:
-                self.fail(path, values.get(key, MISSING), rule.expected)
+                self.fail(key, self.values.get(key, MISSING), rule.expected)
             return default
         if not rule.holds(value):
-            self.fail(path, value, rule.expected)
+            self.fail(key, value, rule.expected)
         return value
 
     def errors(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
+from sglang_dsv4.checkpoint.config_reader import RELEASED
 from sglang_dsv4.checkpoint.dialects import ROOT_SPELLINGS
 from sglang_dsv4.checkpoint.formats import classify, lacking, role, shape_faults
 from sglang_dsv4.checkpoint.layout import Layout
@@ -167,7 +168,7 @@ class _Comparison:
             raise ConfigError(
                 f"config.json does not give the size of {place}",
                 found=f"no value for {symbol} (NT and MR come from dspark_*, the rest from engram_*)",
-                remedy="Use the config.json that was released with this checkpoint.",
+                remedy=RELEASED,
             ) from None
 
     def _check(self, row: Module, place: str, at: Indices, parts: Parts, shape: tuple[int, ...]) -> None:

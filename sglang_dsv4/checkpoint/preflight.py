@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+from sglang_dsv4.checkpoint.config_reader import RELEASED
 from sglang_dsv4.checkpoint.expected import Completeness, compare
 from sglang_dsv4.checkpoint.headers import TensorInfo
 from sglang_dsv4.checkpoint.index import CONFIG_FILE, Checkpoint
@@ -83,7 +84,7 @@ def _misled(checkpoint: Checkpoint, claim: Disagreement) -> ConfigError:
         f"{checkpoint.storage.locate(CONFIG_FILE)}: {claim.key} is not the block of the scales",
         found=claim.claimed,
         expected=f"{claim.found}, which the shapes say",
-        remedy="Take the config.json that was released with this checkpoint.",
+        remedy=RELEASED,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from sglang_dsv4 import envs
@@ -46,6 +46,11 @@ def survey_launch(arguments: Any) -> tuple[Files | None, list[Dsv4Error]]:
     if speculation.algorithm is not None:
         faults += draft_faults(target, draft or target)
     return Files(target, draft), faults
+
+
+def decidable(faults: Iterable[Dsv4Error]) -> bool:
+    """Whether a launch can be decided beside these faults: flags that cannot be read decide nothing."""
+    return not any(isinstance(fault, FlagError) for fault in faults)
 
 
 def _dtype_faults(arguments: Any) -> Iterator[FlagError]:

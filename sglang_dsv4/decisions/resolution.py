@@ -15,8 +15,8 @@ from typing import Any
 
 from sglang_dsv4.decisions.arch import detect_arch
 from sglang_dsv4.decisions.decide import Decision, Flags, decide
-from sglang_dsv4.decisions.launch import Files, launch_inputs, survey_launch
-from sglang_dsv4.errors import PREFIX, Dsv4Error, FlagError, together
+from sglang_dsv4.decisions.launch import Files, decidable, launch_inputs, survey_launch
+from sglang_dsv4.errors import PREFIX, Dsv4Error, together
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def decide_launch(server_args: Any) -> Decision:
 
 def _decide(arguments: Any) -> Decision:
     files, faults = _surveyed(arguments)
-    if files is not None and not any(isinstance(fault, FlagError) for fault in faults):
+    if files is not None and decidable(faults):
         decision = decide(launch_inputs(arguments, files, arch=detect_arch(), flags=Flags.read()))
         if not faults:
             return decision

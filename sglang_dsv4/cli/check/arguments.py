@@ -91,8 +91,9 @@ def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def usage_fault(args: argparse.Namespace, others: Sequence[str]) -> str | None:
     """What is wrong with the command line beyond what argparse finds; None when nothing is."""
+    ours = _names()
     for name in (word.partition("=")[0] for word in others if word.startswith("--")):
-        meant = difflib.get_close_matches(name, _names(), n=1, cutoff=CLOSE)
+        meant = difflib.get_close_matches(name, ours, n=1, cutoff=CLOSE)
         if meant and name not in THEIRS:
             return f"unknown option {name}: did you mean {meant[0]}?"
     if args.model is None and args.model_path is None:

@@ -15,10 +15,10 @@ from sglang_dsv4.cli.check.notes import decision_notes, file_notes, launch_notes
 from sglang_dsv4.cli.installed import list_refusals
 from sglang_dsv4.decisions.decide import Decision, Flags, Inputs, decide
 from sglang_dsv4.decisions.gather import speculation_of
-from sglang_dsv4.decisions.launch import Files, launch_inputs, survey_launch
+from sglang_dsv4.decisions.launch import Files, decidable, launch_inputs, survey_launch
 from sglang_dsv4.decisions.suggest import launch_line, nearest, platform_of
 from sglang_dsv4.decisions.weights import RankWeights, rank_weights, wo_a_of_launch
-from sglang_dsv4.errors import Dsv4Error, FlagError
+from sglang_dsv4.errors import Dsv4Error
 
 
 class Device(NamedTuple):
@@ -108,7 +108,7 @@ def check(arguments: Any, device: Device, others: Sequence[str] = ()) -> Report:
         return found
     loads_bundled = speculation_of(arguments).algorithm is not None and files.draft is None
     found = replace(found, stored=_stored(files), notes=(*found.notes, *file_notes(files, loads_bundled)))
-    if any(isinstance(fault, FlagError) for fault in faults):  # flags that cannot be read decide nothing
+    if not decidable(faults):
         return found
     inputs = launch_inputs(arguments, files, arch=device.arch, flags=Flags.read())
     return _decide(found, files, inputs, [*kept(arguments), *others])
