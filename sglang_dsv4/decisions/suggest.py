@@ -21,6 +21,7 @@ from sglang_dsv4.decisions.verdict import Refusal
 Fix = Callable[[Inputs], Inputs]
 
 _CONTEXT_AND_DATA = ("attn_cp", "moe_dp", "dcp", "dp")
+"""Parallel sizes that are given up together: one of them often asks for another."""
 
 MOST_STEPS = 6
 REMAINING = 8
@@ -90,7 +91,7 @@ def _fixes(inputs: Inputs) -> Iterator[tuple[int, Fix]]:
 
 
 def _smaller(tp: int) -> Iterator[int]:
-    """The powers of two below a TP size, from the largest that a launch may have; 1 in place of what is no size."""
+    """The powers of two below a TP size, from the largest that a launch may have; last 1, also for 0 and less."""
     size = MOST_RANKS
     while size > 1:
         if size < tp:
