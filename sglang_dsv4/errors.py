@@ -12,6 +12,15 @@ from collections.abc import Sequence
 
 PREFIX = "sglang_dsv4: "
 
+_speaker = ""
+
+
+def speak_as(speaker: str) -> None:
+    """Let `show` name the rank that this process is: "rank 1 (TP1 PP0): "."""
+    global _speaker
+    _speaker = speaker
+
+
 DAMAGED_TENSOR = "The tensor is damaged: download the shard again, or quantise again."
 DAMAGED_SCALE = "The scale tensor is damaged: download the shard again, or quantise again."
 FOREIGN_SCALE = "The scale belongs to another weight: download the shard again, or quantise again."
@@ -62,7 +71,7 @@ def show(error: Dsv4Error) -> None:
     """Print an error on stderr, once, however many places see it pass."""
     if not error.shown:
         error.shown = True
-        print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
+        print(f"{PREFIX}{_speaker}{error}", file=sys.stderr, flush=True)
 
 
 def _rebuild(cls: type[Dsv4Error], what: str, parts: dict) -> Dsv4Error:
@@ -150,6 +159,14 @@ class NumericsError(Dsv4Error):
 
 class InexactConversionError(NumericsError):
     """FP4 -> FP8 would round: the values of a block do not fit one power-of-two scale."""
+
+
+class DisagreementError(Dsv4Error):
+    """The ranks of one load do not see one checkpoint, or would not read one list."""
+
+
+class LostRankError(Dsv4Error):
+    """Another rank of this load ended, gave up, or is at another point."""
 
 
 class UnmatchedPairError(Dsv4Error):

@@ -1,9 +1,10 @@
 """A streamer that keeps its promise to the letter: each tensor is a view of one buffer and valid for one step.
 
-It stands in for `runai_model_streamer.SafetensorsStreamer` of 0.16 and older. Those reuse a buffer now and then; this
-one overwrites it before every step, so whoever keeps a tensor without copying it loads something else.
+It stands in for `runai_model_streamer.FileStreamer` of 0.16 and older. Those reuse a buffer now and then; this one
+overwrites it before every step, so whoever keeps a tensor without copying it loads something else.
 """
 
+import json
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,30 +16,46 @@ SCALES = ("scale", "weight_scale", "weight_scale_inv")
 
 
 def streamer(order: str) -> type:
-    """A SafetensorsStreamer class that yields in this order: one of `ORDERS`, or "without NAME": it loses a tensor."""
+    """A FileStreamer class that yields in this order: one of `ORDERS`, or "without NAME": it loses a tensor."""
 
     class PoisoningStreamer:
         def __init__(self) -> None:
-            self._tensors: list[tuple[str, Any]] = []
+            self._chunks: list[tuple[str, tuple[int, int, Any]]] = []
 
         def __enter__(self) -> "PoisoningStreamer":
             return self
 
         def __exit__(self, *error: object) -> None:
-            self._tensors = []
+            self._chunks = []
 
-        def stream_files(self, paths: list[str], device: str = "cpu", is_distributed: bool = False) -> None:
-            from safetensors.torch import load_file
+        def stream_files(self, requests: list[Any], device: str = "cpu", owned: bool = True) -> None:
+            for request in requests:
+                names, data = _by_offset(request.path)
+                for chunk, (offset, size) in enumerate(zip(request.offsets, request.sizes, strict=True)):
+                    self._chunks.append((names[offset, size], (request.id, chunk, data[offset : offset + size])))
 
-            for path in paths:
-                self._tensors += load_file(path).items()
-
-        def get_tensors(self) -> Iterator[tuple[str, Any]]:
+        def get_chunks(self) -> Iterator[tuple[int, int, Any]]:
             lost = order.removeprefix("without ") if order not in ORDERS else None
-            tensors = [item for item in self._tensors if item[0] != lost]
-            yield from poisoned(tensors if lost else ORDERS[order](tensors))
+            chunks = [item for item in self._chunks if item[0] != lost]
+            chunks = chunks if lost else list(ORDERS[order](chunks))
+            buffers = poisoned((name, data) for name, (_, _, data) in chunks)
+            for (_, (file, chunk, _)), (_, buffer) in zip(chunks, buffers, strict=True):
+                yield file, chunk, buffer
 
     return PoisoningStreamer
+
+
+def _by_offset(path: str) -> tuple[dict[tuple[int, int], str], Any]:
+    """(offset, size) in a safetensors file -> name, and the bytes of the file."""
+    import numpy as np
+    import torch
+
+    raw = np.fromfile(path, np.uint8)
+    start = 8 + int(raw[:8].view("<u8")[0])
+    header = json.loads(raw[8:start].tobytes())
+    header.pop("__metadata__", None)
+    places = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {(start + first, last - first): name for name, (first, last) in places.items()}, torch.from_numpy(raw)
 
 
 def poisoned(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ library refuses is refused here too, with the file's name and a remedy, and with
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import reprlib
@@ -67,13 +68,14 @@ class TensorInfo(NamedTuple):
 
 
 class ShardHeader(NamedTuple):
-    """One shard's header: tensors in file order, and where the data begins."""
+    """One shard's header: tensors in file order, where the data begins, and the sha256 of the header's bytes."""
 
     shard: str
     data_start: int
     file_bytes: int
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
+    digest: str
 
 
 def read_header(storage: Storage, shard: str, size: int) -> ShardHeader:
@@ -114,7 +116,8 @@ def parse_header(text: bytes, *, shard: str, size: int, where: str = "") -> Shar
             expected=f"{end} by its header",
             remedy=_AGAIN,
         )
-    return ShardHeader(shard, data_start, size, {info.name: info for info in tensors}, metadata)
+    digest = hashlib.sha256(text).hexdigest()
+    return ShardHeader(shard, data_start, size, {info.name: info for info in tensors}, metadata, digest)
 
 
 def load_json(text: bytes, fault: Callable[[str], Dsv4Error]) -> Any:

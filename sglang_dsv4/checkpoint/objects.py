@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_dsv4.checkpoint.storage import Storage
+from sglang_dsv4.checkpoint.storage import FileState, Storage
 from sglang_dsv4.errors import CheckpointNotFoundError, FlagError, StorageError
 
 S3_ENDPOINT_FLAGS = ("RUNAI_STREAMER_S3_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -42,6 +42,7 @@ class ObjectStorage(Storage):
 
     first_read = 1 << 19  # a shard of 1,576 tensors has a header of 0.2 MB
     parallel = 8
+    names_content = True
 
     def __init__(self, uri: str):
         super().__init__(uri)
@@ -59,17 +60,17 @@ class ObjectStorage(Storage):
         self.bucket = bucket
         self.prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
 
-    def _list(self) -> dict[str, int]:
+    def _list(self) -> dict[str, FileState]:
         found = self._translate("listed", self._list_keys)
-        sizes = {key.removeprefix(self.prefix): size for key, size in found.items()}
-        sizes = {name: size for name, size in sizes.items() if name and "/" not in name}
-        if not sizes:
+        states = {key.removeprefix(self.prefix): state for key, state in found.items()}
+        states = {name: state for name, state in states.items() if name and "/" not in name}
+        if not states:
             raise CheckpointNotFoundError(
                 f"{self.uri}: no such model folder",
                 found="no object under this prefix",
                 remedy="Check the bucket and the folder; keys are case-sensitive.",
             )
-        return sizes
+        return states
 
     def _read(self, name: str, start: int, length: int) -> bytes:
         return self._translate(f"read ({name})", lambda: self._read_key(self.prefix + name, start, length))
@@ -91,8 +92,8 @@ class ObjectStorage(Storage):
         """What the service's client raises."""
 
     @abstractmethod
-    def _list_keys(self) -> dict[str, int]:
-        """Every key under the prefix with its size in bytes."""
+    def _list_keys(self) -> dict[str, FileState]:
+        """Every key under the prefix: its size in bytes, and what names its content (ETag or generation)."""
 
     @abstractmethod
     def _read_key(self, key: str, start: int, length: int) -> bytes:
@@ -132,11 +133,12 @@ class S3Storage(ObjectStorage):
 
         return (BotoCoreError, ClientError, ValueError)  # a bad endpoint address is a plain ValueError
 
-    def _list_keys(self) -> dict[str, int]:
+    def _list_keys(self) -> dict[str, FileState]:
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self.bucket, Prefix=self.prefix, Delimiter="/"
         )
-        return {entry["Key"]: entry["Size"] for page in pages for entry in page.get("Contents", ())}
+        entries = (entry for page in pages for entry in page.get("Contents", ()))
+        return {entry["Key"]: FileState(entry["Size"], (entry.get("ETag", ""),)) for entry in entries}
 
     def _read_key(self, key: str, start: int, length: int) -> bytes:
         reply = self._client.get_object(Bucket=self.bucket, Key=key, Range=f"bytes={start}-{start + length - 1}")
@@ -171,9 +173,9 @@ class GcsStorage(ObjectStorage):
 
         return (GoogleAPIError, GoogleAuthError, RequestException, OSError)
 
-    def _list_keys(self) -> dict[str, int]:
+    def _list_keys(self) -> dict[str, FileState]:
         blobs = self._bucket.list_blobs(prefix=self.prefix, delimiter="/", timeout=_READ_TIMEOUT_S, retry=None)
-        return {blob.name: blob.size for blob in blobs}
+        return {blob.name: FileState(blob.size, (blob.generation or "",)) for blob in blobs}
 
     def _read_key(self, key: str, start: int, length: int) -> bytes:
         blob = self._bucket.blob(key)
@@ -199,9 +201,9 @@ class AzureStorage(ObjectStorage):
 
         return (AzureError, ValueError)  # missing settings are a plain ValueError
 
-    def _list_keys(self) -> dict[str, int]:
+    def _list_keys(self) -> dict[str, FileState]:
         blobs = self._container.walk_blobs(name_starts_with=self.prefix, delimiter="/")
-        return {blob.name: blob.size for blob in blobs if hasattr(blob, "size")}
+        return {blob.name: FileState(blob.size, (blob.etag or "",)) for blob in blobs if hasattr(blob, "size")}
 
     def _read_key(self, key: str, start: int, length: int) -> bytes:
         return self._container.download_blob(key, offset=start, length=length).readall()

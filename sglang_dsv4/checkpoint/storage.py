@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from sglang_dsv4.checkpoint.names import counted
 from sglang_dsv4.errors import CheckpointNotFoundError, StorageError
@@ -32,6 +33,17 @@ class Counters:
     bytes_read: int = 0
 
 
+class FileState(NamedTuple):
+    """One file as a listing shows it.
+
+    size: in bytes. identity: what changes when the file is written to or replaced: device, inode and modification time
+    (ns) of a local file; the ETag, or generation, of an object.
+    """
+
+    size: int
+    identity: tuple[int | str, ...]
+
+
 class Storage(ABC):
     """Files of one checkpoint by name, at the top level only (SGLang reads no sub-folders either)."""
 
@@ -39,13 +51,33 @@ class Storage(ABC):
     """Bytes worth asking for when only a header's start is wanted; large where a request costs more than its bytes."""
     parallel: int = 1
     """Requests worth having under way at once."""
+    names_content: bool = False
+    """Whether equal identities mean equal content, on every machine: an ETag does, an inode does not."""
 
     def __init__(self, uri: str):
         self.uri = uri
         self.counters = Counters()
+        self.states: dict[str, FileState] = {}
 
     def list(self) -> dict[str, int]:
-        """File name -> size in bytes. Raises StorageError."""
+        """File name -> size in bytes; `states` keeps what else the listing shows. Raises StorageError."""
+        self.states = self._listed()
+        return {name: state.size for name, state in self.states.items()}
+
+    def require_unchanged(self, names: Iterable[str]) -> None:
+        """List again: StorageError naming those of `names` that were replaced, written to or removed since `list`."""
+        now = self._listed()
+        changed = [name for name in names if now.get(name) != self.states.get(name)]
+        if changed:
+            raise StorageError(
+                f"{self.locate(changed[0])}: the file changed while it was read",
+                found=_change(self.states.get(changed[0]), now.get(changed[0])),
+                expected="the same file from the first byte to the last",
+                remedy="Start again, and replace no file of a checkpoint that is being loaded: use another folder.",
+                details=[f"changed too: {self.locate(name)}" for name in changed[1:]],
+            )
+
+    def _listed(self) -> dict[str, FileState]:
         self.counters.listings += 1
         return self._list()
 
@@ -74,7 +106,7 @@ class Storage(ABC):
         return []
 
     @abstractmethod
-    def _list(self) -> dict[str, int]: ...
+    def _list(self) -> dict[str, FileState]: ...
 
     @abstractmethod
     def _read(self, name: str, start: int, length: int) -> bytes: ...
@@ -87,20 +119,21 @@ class LocalStorage(Storage):
         super().__init__(os.fspath(folder))
         self.folder = Path(folder)
 
-    def _list(self) -> dict[str, int]:
-        sizes = {}
+    def _list(self) -> dict[str, FileState]:
+        states = {}
         try:
             with os.scandir(self.folder) as entries:
                 for entry in entries:
                     if not entry.is_dir():
-                        sizes[entry.name] = self._size(entry)
+                        states[entry.name] = self._state(entry)
         except OSError as error:
             raise self._unreadable(f"{self.uri}: cannot be listed", error) from error
-        return sizes
+        return states
 
-    def _size(self, entry: os.DirEntry[str]) -> int:
+    def _state(self, entry: os.DirEntry[str]) -> FileState:
         try:
-            return entry.stat().st_size
+            found = entry.stat()
+            return FileState(found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns))
         except FileNotFoundError:
             raise StorageError(
                 f"{self.locate(entry.name)}: the file is a link to nothing",
@@ -127,6 +160,14 @@ class LocalStorage(Storage):
         return [
             str(path) for place in places if place.is_dir() for path in sorted(place.iterdir()) if _unfinished(path)
         ]
+
+
+def _change(before: FileState | None, after: FileState | None) -> str:
+    if before is None or after is None:
+        return "no such file any more" if after is None else "a file that was not there"
+    if before.size != after.size:
+        return f"{counted(after.size, 'byte')}, before {before.size}"
+    return "another file of the same size, or another time of its last change"
 
 
 def _unfinished(path: Path) -> bool:

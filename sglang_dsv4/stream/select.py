@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sglang_dsv4.checkpoint.expert_names import expert_name
 from sglang_dsv4.checkpoint.modules import OWN_VOCABULARY, ModelKind, VocabularyPart
+from sglang_dsv4.stream.respell import LEAVES
 
 if TYPE_CHECKING:
     from sglang_dsv4.stream import Named, Stream
@@ -21,7 +22,8 @@ class Share:
     """What one rank of one class keeps of a checkpoint.
 
     layers: native layer numbers of this pipeline stage (target) or the draft layers that exist. experts: native layer
-    name ("layers.3") -> expert numbers this rank keeps; a layer that is not listed keeps all. own: which of embedding
+    name ("layers.3") -> expert numbers this rank keeps; a layer that is not listed keeps all. of_all_experts: leaves,
+    in ModelOpt's spelling, that a rank keeps of every expert, whichever it holds itself. own: which of embedding
     and head a draft holds itself. tied: the target's head is its embedding, whatever the file holds. confidence:
     whether SGLang builds DSpark's confidence head.
     """
@@ -31,6 +33,7 @@ class Share:
     first_stage: bool = True
     last_stage: bool = True
     experts: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    of_all_experts: frozenset[str] = frozenset()
     own: frozenset[VocabularyPart] = frozenset()
     tied: bool = False
     confidence: bool = True
@@ -67,7 +70,7 @@ class Share:
         if number.isdigit() and int(number) not in self.layers:
             return why
         expert = expert_name(name)
-        if expert is None or expert.number is None:
+        if expert is None or expert.number is None or LEAVES.get(expert.leaf, expert.leaf) in self.of_all_experts:
             return None
         kept = self.experts.get(expert.layer)
         return None if kept is None or expert.number in kept else "expert of another rank"

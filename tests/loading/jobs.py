@@ -100,7 +100,7 @@ def loaded(job: Load) -> Iterator[Any]:
     from sglang_dsv4.models.loading.rank import Place, load_model, parallel_context, server_arguments
 
     arguments = [*server_arguments(job.model, model_impl=job.model_impl, log_level="error"), *job.arguments]
-    streamer = patch("runai_model_streamer.SafetensorsStreamer", poison.streamer(job.poison)) if job.poison else None
+    streamer = patch("runai_model_streamer.FileStreamer", poison.streamer(job.poison)) if job.poison else None
     with patch.dict(os.environ, job.flags), parallel_context(arguments, Place(job.tp_rank, job.pp_rank)) as server_args:
         if streamer is None:
             yield load_model(server_args, draft=job.draft)

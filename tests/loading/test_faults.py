@@ -68,8 +68,8 @@ def cut_short(job: jobs.Load, reader: str) -> jobs.Loaded:
     import safetensors
 
     if reader == "streamer":
-        original = runai_model_streamer.SafetensorsStreamer.stream_files
-        replaced = patch.object(runai_model_streamer.SafetensorsStreamer, "stream_files", first(original))
+        original = runai_model_streamer.FileStreamer.stream_files
+        replaced = patch.object(runai_model_streamer.FileStreamer, "stream_files", first(original))
     else:
         replaced = patch.object(safetensors, "safe_open", first(safetensors.safe_open))
     with replaced:

@@ -13,7 +13,7 @@ import atheris
 
 with atheris.instrument_imports(include=["sglang_dsv4"]):
     from sglang_dsv4.checkpoint import headers
-    from sglang_dsv4.checkpoint.storage import Storage
+    from sglang_dsv4.checkpoint.storage import FileState, Storage
     from sglang_dsv4.errors import HeaderError, TruncatedShardError
 
 from safetensors import deserialize
@@ -30,7 +30,7 @@ class OneFile(Storage):
         self.content = content
 
     def _list(self):
-        return {"s": len(self.content)}
+        return {"s": FileState(len(self.content), ())}
 
     def _read(self, name, start, length):
         return self.content[start : start + length]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.checkpoint.expert_names import expert_name
 from sglang_dsv4.errors import StreamError
+from sglang_dsv4.models.loading.experts import logical_experts
 from sglang_dsv4.models.loading.proof import is_own
 from sglang_dsv4.models.loading.wiring import Wiring, is_wo_a
 from sglang_dsv4.stream.bounded import BoundedPool
@@ -44,7 +45,7 @@ class DirectWriter:
         self._parameters = dict(model.named_parameters())
         self._is_own = partial(is_own, model, wiring=wiring)
         self._fused_shared = getattr(model, "num_fused_shared_experts", 0) > 0
-        self._routed = model.config.n_routed_experts  # type: ignore[union-attr]
+        self._modules = dict(model.named_modules())
 
     @property
     def parameters(self) -> set[str]:
@@ -68,7 +69,11 @@ class DirectWriter:
         expert = expert_name(name)
         if expert is not None and (self._fused_shared or not expert.is_shared):
             target = self._wiring.expert_parameter(expert)
-            number = self._routed if expert.number is None else expert.number
+            number = expert.number
+            if (
+                number is None
+            ):  # a fused shared expert is numbered from the routed ones on, of which a draft has its own
+                number = logical_experts(self._modules[self._wiring.experts(expert.layer)])
             keywords = {"shard_id": expert.projection, "expert_id": number}
             owned = self._shared_owned if expert.is_shared else self._experts_owned
             return self._submit(name, tensor, target, (target,), keywords, owned)

@@ -19,6 +19,7 @@ from sglang_dsv4.decisions.gather import experts_of
 from sglang_dsv4.decisions.hf_config import Facts, facts_at, require_adapted
 from sglang_dsv4.decisions.parallel import padded_width
 from sglang_dsv4.errors import RefusedError
+from sglang_dsv4.models.loading.peers import heard_by_all, peers_of
 from sglang_dsv4.models.loading.plan import block_of
 
 WITHOUT_LOAD_WEIGHTS = ("dummy", "sharded_state", "presharded", "remote_instance", "ipc_cache")
@@ -28,10 +29,12 @@ WITHOUT_LOAD_WEIGHTS = ("dummy", "sharded_state", "presharded", "remote_instance
 class Known(NamedTuple):
     """What the checkpoint's headers and the flags say of one model.
 
-    facts: of the checkpoint. experts: what its routed experts run as. widths: of an expert on disk and in SGLang. own:
-    which of embedding and head the draft brings itself. quant_config: what to build the model with.
+    kind: which of the three models. facts: of the checkpoint. experts: what its routed experts run as. widths: of an
+    expert on disk and in SGLang. own: which of embedding and head the draft brings itself. quant_config: what to build
+    the model with.
     """
 
+    kind: ModelKind
     facts: Facts
     experts: ExpertDecision
     widths: tuple[int, int]
@@ -43,8 +46,13 @@ def prepare(config: Any, quant_config: Any, kind: ModelKind) -> Known:
     """Decide for the model that is about to be built, from its own tensors and the flags; set both configs accordingly.
 
     Raises RefusedError where the truth table refuses, LayoutError and its kin where the checkpoint cannot be read,
-    HookError where the config is not as our hook would have left it.
+    HookError where the config is not as our hook would have left it. The other ranks get word of it.
     """
+    with heard_by_all(peers_of(kind)):
+        return _decided(config, quant_config, kind)
+
+
+def _decided(config: Any, quant_config: Any, kind: ModelKind) -> Known:
     facts = facts_at(model_path(kind), _revision(kind))
     require_adapted(config, facts.changes(kind))
     if kind != "target" and facts.fits[kind].section is None and not _draft_is_quantised_online():
@@ -55,7 +63,7 @@ def prepare(config: Any, quant_config: Any, kind: ModelKind) -> Known:
     if hasattr(quant_config, "is_fp4_experts"):
         quant_config.is_fp4_experts = decision.runs == "fp4"
     own = _own_vocabulary(facts.layout) if kind != "target" else frozenset()
-    return Known(facts, decision, _widths(config, quant_config, facts.config["I"]), own, quant_config)
+    return Known(kind, facts, decision, _widths(config, quant_config, facts.config["I"]), own, quant_config)
 
 
 def _own_vocabulary(layout: Layout) -> frozenset[VocabularyPart]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_dsv4.checkpoint.expert_names import expert_name
 from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind
 from sglang_dsv4.decisions.fp4 import ExpertDecision
-from sglang_dsv4.models.loading.proof import kept_experts
+from sglang_dsv4.models.loading.experts import kept_experts, leaves_of_all_experts
 from sglang_dsv4.models.loading.wiring import Wiring, is_wo_a
 from sglang_dsv4.stream.select import Share
 from sglang_dsv4.stream.shard import Cut
@@ -111,17 +111,24 @@ def _runs_marlin() -> bool:
 
 @contextmanager
 def taking_sharded(model: torch.nn.Module, plan: Plan) -> Iterator[None]:
-    """For the time of a load, tell the modules whose tensors we cut that they come as this rank's part."""
+    """For the time of a load, tell the modules whose tensors we cut that they come as this rank's part.
+
+    A FusedMoE that pads its buffers takes the flag at its word on a CPU only, and elsewhere still steps over the parts
+    of the ranks before it (FusedMoE._load_w13, _load_w2). As the first rank it has none to step over, on any device.
+    """
     modules = dict(model.named_modules())
-    cut: list[Any] = [modules[path] for path in (*plan.wo_a_parts, *plan.expert_parts)]
-    before = [module.use_presharded_weights for module in cut]
+    changes: list[tuple[Any, str, Any]] = [
+        *((modules[path], "use_presharded_weights", True) for path in (*plan.wo_a_parts, *plan.expert_parts)),
+        *((modules[path], "moe_tp_rank", 0) for path in plan.expert_parts),
+    ]
+    before = [getattr(module, name) for module, name, _ in changes]
     try:
-        for module in cut:
-            module.use_presharded_weights = True
+        for module, name, value in changes:
+            setattr(module, name, value)
         yield
     finally:
-        for module, value in zip(cut, before, strict=True):
-            module.use_presharded_weights = value
+        for (module, name, _), value in zip(changes, before, strict=True):
+            setattr(module, name, value)
 
 
 def block_of(quant_config: Any) -> tuple[int, int]:
@@ -136,12 +143,14 @@ def _width_of_one(stored: int, extent: int) -> int:
 
 
 def _share(model: Any, wiring: Wiring, modules: dict[str, torch.nn.Module]) -> Share:
-    experts = {}
+    experts, of_all = {}, set[str]()
     for number in _layers(model, wiring):
         layer = f"{wiring.native}.{number}"
-        kept = kept_experts(modules.get(wiring.experts(layer)))
+        fused = modules.get(wiring.experts(layer))
+        kept = kept_experts(fused)
         if kept is not None:
             experts[layer] = frozenset(kept)
+            of_all |= leaves_of_all_experts(fused)
     stage = getattr(model, "pp_group", None) if wiring.kind == "target" else None
     facts = model.known.facts
     return Share(
@@ -150,6 +159,7 @@ def _share(model: Any, wiring: Wiring, modules: dict[str, torch.nn.Module]) -> S
         first_stage=stage is None or stage.is_first_rank,
         last_stage=stage is None or stage.is_last_rank,
         experts=experts,
+        of_all_experts=frozenset(of_all),
         own=model.known.own,
         tied=wiring.kind == "target" and (facts.config.tie_word_embeddings or "head" not in facts.places),
         confidence=getattr(model, "confidence_head", None) is not None,

@@ -2,19 +2,22 @@
 
 SGLang's own bookkeeping counts a fused parameter as loaded when any part of it was submitted, so one missing expert
 among many is never seen; and FusedMoE's weight loader returns None both when it writes and when it drops a foreign
-expert. So every parameter's weight loader is wrapped for the time of the load, and what it wrote is recorded after it
-returned.
+expert. So it is recorded what was written where, as each parameter's own loader does it. What should have been written
+follows from the parameter: every row that it has, each of the projections that share a row, each of the matrices that
+are fused in it. Nothing here asks what was selected for this rank; a wrong selection leaves rows empty, and shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.checkpoint.modules import ModelKind
 from sglang_dsv4.checkpoint.names import collapse
 from sglang_dsv4.models.loading.dtypes import as_stored
+from sglang_dsv4.models.loading.experts import experts_in_rows, logical_experts
 from sglang_dsv4.models.loading.wiring import FUSED_EXPERTS, Wiring
 
 if TYPE_CHECKING:
@@ -30,7 +33,8 @@ NOT_FROM_THE_CHECKPOINT: tuple[tuple[str, tuple[ModelKind, ...], str], ...] = (
 """Parameters that a load may leave unwritten: part of the name, which classes, and why."""
 
 WrittenPart = tuple[int | None, str | int | None]
-"""(expert number, shard id) of one write; (None, None) for a parameter that is written whole."""
+"""(row, shard id) of one write: the row that an expert has in its parameter here, and which projection or fused matrix;
+(None, None) for a parameter that is written whole."""
 
 
 def may_stay_unwritten(model: Any, name: str, wiring: Wiring) -> bool:
@@ -47,22 +51,26 @@ def is_own(model: Any, name: str, wiring: Wiring) -> bool:
 class WriteProof:
     """Records, for one load of one model, which part of which parameter was written."""
 
-    def __init__(self, model: torch.nn.Module, wiring: Wiring) -> None:
+    def __init__(self, model: Any, wiring: Wiring) -> None:
         self._model = model
         self._wiring = wiring
         self._parameters = dict(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._modules = dict(model.named_modules())  # upstream moves some of V4.1's when it has loaded them
-        self._first_fp4_shared = _first_fp4_shared(model)
+        self._fuses_shared = getattr(model, "num_fused_shared_experts", 0) > 0
         self.written: dict[str, set[WrittenPart]] = {name: set() for name in self._parameters}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Wrap every parameter's weight loader for the time of the load."""
+        """Wrap every parameter's weight loader, and where a FusedMoE writes a row, for the time of the load."""
         default = _default_loader()
         undo: list[Callable[[], None]] = []
         try:
             for name, parameter in self._parameters.items():
                 undo.append(self._wrap(name, parameter, default))
+            for module in self._modules.values():
+                if is_fused_experts(module):
+                    undo.append(self._watch_rows(module))
             yield
         finally:
             for step in undo:
@@ -77,11 +85,14 @@ class WriteProof:
         )
         had_own = hasattr(parameter, slot)
         original = getattr(parameter, slot, default)
+        owner = self._modules.get(name.rpartition(".")[0])
+        rows = is_fused_experts(owner)
 
         def load(target: torch.nn.Parameter, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            stored = tensor if self._becomes_fp4(tensor, kwargs) else as_stored(name, target, tensor)
+            stored = tensor if self._becomes_fp4(owner, tensor, kwargs) else as_stored(name, target, tensor)
             original(target, stored, *args, **kwargs)
-            self.written[name].add(_written_part(args, kwargs))
+            if not rows:
+                self.written[name].add((None, args[0] if args and isinstance(args[0], int) else None))
 
         setattr(parameter, slot, load)
 
@@ -93,76 +104,58 @@ class WriteProof:
 
         return restore
 
-    def _becomes_fp4(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    def _watch_rows(self, module: Any) -> Callable[[], None]:
+        """FusedMoE.weight_loader ends in `_weight_loader_impl` for each row that it writes, and only there."""
+        write = module._weight_loader_impl
+
+        def write_row(*, param: torch.nn.Parameter, shard_id: str, expert_id: int, **rest: Any) -> None:
+            write(param=param, shard_id=shard_id, expert_id=expert_id, **rest)
+            self.written[self._names[id(param)]].add((expert_id, shard_id))
+
+        module._weight_loader_impl = write_row
+
+        def restore() -> None:
+            del module._weight_loader_impl
+
+        return restore
+
+    def _becomes_fp4(self, owner: Any, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether FusedMoE itself turns this FP8 weight, of a fused shared expert, into FP4 when it has its scale."""
         import torch
 
-        fused = self._first_fp4_shared is not None and kwargs.get("expert_id", -1) >= self._first_fp4_shared
-        return fused and tensor.dtype == torch.float8_e4m3fn
+        if not self._fuses_shared or "expert_id" not in kwargs or tensor.dtype != torch.float8_e4m3fn:
+            return False
+        packed = getattr(self._model.quant_config, "is_fp4_experts", False)
+        return packed and kwargs["expert_id"] >= logical_experts(owner)
 
     def missing(self) -> list[str]:
         """Every parameter, or part of one, that was not written and should have been; indices collapsed."""
         holes: list[str] = []
-        for name in self._parameters:
+        for name, parameter in self._parameters.items():
             if may_stay_unwritten(self._model, name, self._wiring):
                 continue
             owner, _, leaf = name.rpartition(".")
-            expected = _expected_parts(self._modules.get(owner), leaf)
-            holes += [_spell(name, part) for part in sorted(expected - self.written[name], key=repr)]
+            expected = _parts_of(parameter, self._modules.get(owner), leaf)
+            empty = sorted(expected - self.written[name], key=repr)
+            experts = experts_in_rows(self._modules[owner], parameter) if empty and empty[0][0] is not None else {}
+            holes += [_spell(name, part, experts) for part in empty]
         return collapse(holes)
 
 
-def _first_fp4_shared(model: Any) -> int | None:
-    """Expert number of the first shared expert that is fused into packed FP4 experts; None where none is."""
-    fused = getattr(model, "num_fused_shared_experts", 0) > 0
-    return model.config.n_routed_experts if fused and getattr(model.quant_config, "is_fp4_experts", False) else None
+def is_fused_experts(module: Any) -> bool:
+    """Whether a module is a FusedMoE."""
+    return hasattr(module, "_weight_loader_impl")
 
 
-def _written_part(args: tuple, kwargs: dict[str, Any]) -> WrittenPart:
-    if "expert_id" in kwargs:
-        return kwargs["expert_id"], kwargs["shard_id"]
-    shard = args[0] if args and isinstance(args[0], int) else None
-    return None, shard
-
-
-def _expected_parts(module: torch.nn.Module | None, leaf: str) -> set[WrittenPart]:
-    fused = leaf.partition("_")[0]
-    kept = kept_experts(module) if fused in FUSED_EXPERTS and module is not None else None
-    if kept is not None:
-        return {(expert, shard) for expert in kept for shard in FUSED_EXPERTS[fused]}
+def _parts_of(parameter: torch.nn.Parameter, module: Any, leaf: str) -> set[WrittenPart]:
+    """Everything that has to be written for a parameter to be full."""
+    projections = FUSED_EXPERTS.get(leaf.partition("_")[0])
+    if projections is not None and is_fused_experts(module):
+        return set(product(range(parameter.shape[0]), projections))
     outputs = getattr(module, "output_sizes", None)
     if outputs is not None and len(outputs) > 1:  # gate and up of a dense or shared MLP, written as shards 0 and 1
         return {(None, shard) for shard in range(len(outputs))}
     return {(None, None)}
-
-
-def kept_experts(layer: Any) -> set[int] | None:
-    """Logical expert numbers that this FusedMoE keeps on this rank (the fused shared expert included).
-
-    None for a module that is no FusedMoE. With redundant experts (EPLB) every logical expert that has a physical copy
-    here.
-    """
-    to_local = getattr(layer, "_map_global_expert_id_to_local_expert_id", None)
-    if to_local is None:
-        return None
-    placement = _expert_placement(layer)
-    count = layer._num_global_routed + layer.num_fused_shared_experts
-    if placement is None:
-        return {number for number in range(int(count)) if to_local(number) != -1}
-    logical = placement.num_logical_experts
-    kept = {
-        number
-        for number in range(logical)
-        if any(to_local(physical) != -1 for physical in placement.logical_to_all_physical(layer.layer_id, number))
-    }
-    return kept | {logical + shared for shared in range(int(layer.num_fused_shared_experts))}
-
-
-def _expert_placement(layer: torch.nn.Module) -> Any:
-    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
-
-    # 0.5.22 knows no layers without a placement, and no such attribute.
-    return get_global_expert_location_metadata() if getattr(layer, "uses_expert_location", True) else None
 
 
 def _default_loader() -> Callable:
@@ -171,8 +164,8 @@ def _default_loader() -> Callable:
     return default_weight_loader
 
 
-def _spell(name: str, part: WrittenPart) -> str:
-    expert, shard = part
-    if expert is not None:
-        return f"{name} expert {expert} {shard}"
+def _spell(name: str, part: WrittenPart, experts: dict[int, int]) -> str:
+    row, shard = part
+    if row is not None:
+        return f"{name} expert {experts[row]} {shard}" if row in experts else f"{name} row {row} {shard}"
     return name if shard is None else f"{name} shard {shard}"

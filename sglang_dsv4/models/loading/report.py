@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 class LoadReport:
     """One load of one model on one rank. Sizes in bytes, times in seconds.
 
-    read, read_bytes: tensors that came out of the source and their bytes. shards_opened of shards_total. skipped:
-    reason -> tensors not read or not used. planned: tensors that the headers say will come, 0 where nothing is known
-    before. fallbacks: a line for everything that stands in for something else.
+    agreement: what the ranks agreed on before they read; empty for a rank without peers. read, read_bytes: tensors that
+    came out of the source and their bytes; of a read that ranks share, those that this rank kept. shards_opened of
+    shards_total. skipped: reason -> tensors not read or not used. planned: tensors that the headers say will come, 0
+    where nothing is known before. fallbacks: a line for everything that stands in for something else.
     """
 
     model: str
     source: str = ""
+    agreement: str = ""
     shards_opened: int = 0
     shards_total: int = 0
     planned: int = 0
@@ -82,13 +84,15 @@ class LoadReport:
             f"rounded {counted(item.values, 'value')} of {name}, worst relative error {item.worst_relative_error:.3g}"
             for name, item in self.rounding.items()
         ]
-        return [*self.decisions, *self.fallbacks, *lines]
+        agreed = [self.agreement] if self.agreement else []
+        return [*self.decisions, *self.fallbacks, *agreed, *lines]
 
     def as_json(self) -> dict[str, Any]:
         """The same for `load --json`: bytes, seconds, counts."""
         return {
             "model": self.model,
             "source": self.source,
+            "agreement": self.agreement,
             "shards": {"opened": self.shards_opened, "total": self.shards_total},
             "tensors_read": self.read,
             "bytes_read": self.read_bytes,

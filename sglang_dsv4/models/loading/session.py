@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.names import counted
 from sglang_dsv4.compat import RUNAI_MARK
-from sglang_dsv4.errors import PREFIX, Dsv4Error, IncompleteLoadError, show
+from sglang_dsv4.errors import PREFIX, IncompleteLoadError
 from sglang_dsv4.models.loading.direct import DirectWriter, hidden_from_upstream
 from sglang_dsv4.models.loading.known import filled_without_us, model_path, vocabulary
+from sglang_dsv4.models.loading.peers import heard_by_all, peers_of
 from sglang_dsv4.models.loading.plan import Plan, make_plan, taking_sharded
 from sglang_dsv4.models.loading.proof import WriteProof
 from sglang_dsv4.models.loading.reload import stored_wo_a_scales
@@ -52,8 +53,9 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
     report = LoadReport(type(model).__name__, decisions=[plan.experts.describe()])
     proof = WriteProof(model, wiring)
     started = time.perf_counter()
-    try:
-        stream = source.tensors(plan, report) if source is not None else unplanned(weights, plan, report)
+    peers = peers_of(wiring.kind)
+    with heard_by_all(peers):
+        stream = source.tensors(plan, peers, report) if source is not None else unplanned(weights, plan, report)
         with ExitStack() as stack:
             stack.enter_context(stored_wo_a_scales(model))
             stack.enter_context(taking_sharded(model, plan))
@@ -75,9 +77,9 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
             report.in_flight_peak = pool.peak
         if source is not None or not (hasattr(model, "load_report") or filled_without_us(wiring.kind)):
             require_complete(model, proof)
-    except Dsv4Error as error:
-        show(error)
-        raise
+        if source is not None:
+            source.require_unchanged()
+            peers.exchange("loaded", None)
     report.spend("total", time.perf_counter() - started)
     model.load_report = report
     for line in report.lines():

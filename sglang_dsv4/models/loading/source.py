@@ -7,13 +7,10 @@ one.
 
 from __future__ import annotations
 
-import inspect
 import logging
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.expected import NAMES, compare
@@ -22,7 +19,11 @@ from sglang_dsv4.checkpoint.layout import detect_layout
 from sglang_dsv4.checkpoint.names import collapse, counted, is_draft
 from sglang_dsv4.checkpoint.view import NativeView
 from sglang_dsv4.errors import PREFIX, StorageError
+from sglang_dsv4.models.loading.agreement import Agreement, agree, require_one_list
 from sglang_dsv4.models.loading.fallbacks import STRAY_SCALE, absent_sinks_of, fallback_lines, stray_scales
+from sglang_dsv4.models.loading.known import Known
+from sglang_dsv4.models.loading.peers import Peers, heard_by_all, peers_of
+from sglang_dsv4.models.loading.readers import Lifetime, LocalReader, Reader, StreamerReader
 from sglang_dsv4.models.loading.report import LoadReport
 from sglang_dsv4.stream.fallbacks import absent_sinks
 
@@ -32,20 +33,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Lifetime = Literal["step", "owned", "mapped"]
-"""How long a tensor is valid: until the next step; while it is held, in memory of its own; so, in a file's pages."""
-
 UNKNOWN_NAME = "a name that no dialect knows"
 
 PENDING = "_dsv4_source"
 """Attribute of a model between the moment its loader asks for weights and its load_weights."""
 
-Reader = Callable[[dict[str, list[str]]], "Iterator[Named]"]
-"""Reads {shard: [tensor names in file order]}."""
-
 
 class Loadable(Protocol):
     """A model class of ours: it can say what it will load before it loads."""
+
+    known: Known
 
     def loading_plan(self) -> Plan:
         """What a load of this model does, decided anew from how it is built."""
@@ -53,23 +50,27 @@ class Loadable(Protocol):
 
 
 class Source:
-    """The tensors of one initial load, in file order, by their native names.
+    """The tensors of one initial load, in the order in which its reader gives them, by their native names.
 
-    lifetime: how long a tensor stays valid, and what keeping it costs.
+    lifetime: how long a tensor stays valid.
     """
 
-    def __init__(self, checkpoint: Checkpoint, read: Reader, *, lifetime: Lifetime, label: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, reader: Reader) -> None:
         self.checkpoint = checkpoint
-        self.lifetime = lifetime
-        self.label = label
-        self._read = read
+        self._reader = reader
+        self._opened: set[str] = set()
 
-    def tensors(self, plan: Plan, report: LoadReport) -> Iterator[Named]:
-        """What the plan's share keeps; everything else is counted as skipped and never read. Plans at once, reads
-        lazily.
+    @property
+    def lifetime(self) -> Lifetime:
+        """Of a tensor, and what keeping it costs."""
+        return self._reader.lifetime
+
+    def tensors(self, plan: Plan, peers: Peers, report: LoadReport) -> Iterator[Named]:
+        """What the plan's share keeps; everything else is counted as skipped and never given. Plans and agrees at once
+        (collective over `peers`), reads lazily.
 
         Raises IncompleteLoadError, before a byte of data is read, when the headers show that the load cannot be
-        complete, and what reading headers raises.
+        complete, what `agree` raises, and what reading headers raises.
         """
         native = self._native_names(plan, report)
         draft = plan.share.kind != "target"
@@ -81,28 +82,47 @@ class Source:
                 report.skipped[STRAY_SCALE] += 1
         sinks = absent_sinks_of(view, plan)
         report.fallbacks += fallback_lines(view, self.checkpoint.config, plan, sinks)
-        wanted: dict[str, list[str]] = {}
-        for name in sorted(native.keys() & infos.keys(), key=lambda name: (infos[name].shard, infos[name].start)):
-            wanted.setdefault(infos[name].shard, []).append(name)
-        report.source = self.label
-        report.shards_opened, report.shards_total = len(wanted), len(self.checkpoint.shards)
-        report.planned = sum(map(len, wanted.values()))
-        return absent_sinks(((native[name], tensor) for name, tensor in self._delivered(wanted)), sinks, plan.heads)
+        wanted = {name: infos[name] for name in native.keys() & infos.keys()}
+        largest = max((info.nbytes for info in infos.values()), default=0)
+        agreement = agree(peers, self.checkpoint, infos, wanted, self._reader.separate(largest))
+        self._opened = {info.shard for info in agreement.listed}
+        report.agreement = agreement.line
+        report.source = f"{self.checkpoint.storage.uri} ({self._reader.label(shared=agreement.shared)})"
+        report.shards_opened, report.shards_total = len(self._opened), len(self.checkpoint.shards)
+        report.planned = len(wanted)
+        delivered = self._delivered(agreement, set(wanted), peers)
+        return absent_sinks(((native[name], tensor) for name, tensor in delivered), sinks, plan.heads)
 
-    def _delivered(self, wanted: dict[str, list[str]]) -> Iterator[Named]:
-        """What the reader yields: all that is wanted, each tensor once. Raises StorageError when it is not."""
-        due = {name for names in wanted.values() for name in names}
-        for name, tensor in self._read(wanted):
-            if name not in due:
-                raise self._misread(f"{name}, which was not wanted or came before", [])
-            due.remove(name)
-            yield name, tensor
+    def require_unchanged(self) -> None:
+        """StorageError when a shard that was read is no longer the file whose header was read."""
+        self.checkpoint.storage.require_unchanged(sorted(self._opened))
+
+    def _delivered(self, agreement: Agreement, wanted: set[str], peers: Peers) -> Iterator[Named]:
+        """What the reader yields: all that is wanted, each tensor once; of what is listed for other ranks, nothing.
+
+        Raises StorageError when it is not, LostRankError when that is another rank's doing.
+        """
+        due = {info.name: info for info in agreement.listed}
+        stream = self._reader.read(agreement.listed, shared=agreement.shared, confirm=partial(require_one_list, peers))
+        try:
+            for name, tensor in stream:
+                info = due.pop(name, None)
+                if info is None:
+                    raise self._misread(f"{name}, which was not listed or came before", [])
+                peers.announce(info.shard)
+                if name in wanted:
+                    yield name, tensor
+        except StorageError as error:
+            lost = peers.lost() if agreement.shared else None
+            if lost is None:
+                raise
+            raise lost from error
         if due:
             raise self._misread(f"the end, with {counted(len(due), 'tensor')} still to come", collapse(sorted(due)))
 
     def _misread(self, found: str, details: list[str]) -> StorageError:
         return StorageError(
-            f"{self.label}: the reader did not deliver what the headers promise",
+            f"{self.checkpoint.storage.uri}: the reader did not deliver what the headers promise",
             found=found,
             expected="every tensor of the load, once",
             remedy="Nothing of this load is kept; try again, or another --load-format.",
@@ -154,8 +174,7 @@ def open_local(original: Callable[..., Iterator], loader: Any, model_config: Any
         read_ahead=options.weight_loader_prefetch_checkpoints,
         drop_cache=options.weight_loader_drop_cache_after_load,
     )
-    lifetime: Lifetime = "owned" if options.weight_loader_disable_mmap else "mapped"
-    return _leave(model, Source(Checkpoint.open(folder), reader, lifetime=lifetime, label=f"{folder} ({reader.kind})"))
+    return _leave(model, folder, reader)
 
 
 def open_streamed(original: Callable[..., Iterator], loader: Any, model_config: Any, model: Any) -> Iterator:
@@ -164,12 +183,12 @@ def open_streamed(original: Callable[..., Iterator], loader: Any, model_config: 
         return original(loader, model_config, model)
     path = getattr(model_config, "model_weights", None) or model_config.model_path
     folder, _files = loader._prepare_weights(path, model_config.revision)
-    reader = StreamerReader(folder, distributed=bool(loader._is_distributed))
-    return _leave(model, Source(Checkpoint.open(folder), reader, lifetime="step", label=f"{folder} (RunAI streamer)"))
+    return _leave(model, folder, StreamerReader(folder, distributed=bool(loader._is_distributed)))
 
 
-def _leave(model: Any, source: Source) -> Iterator:
-    setattr(model, PENDING, source)
+def _leave(model: Loadable, folder: str, reader: Reader) -> Iterator:
+    with heard_by_all(peers_of(model.known.kind)):
+        setattr(model, PENDING, Source(Checkpoint.open(folder), reader))
     return iter(())  # what load_weights is handed; it finds the source on the model
 
 
@@ -177,93 +196,3 @@ def _model_options() -> Any:
     from sglang.srt.runtime_context import get_model
 
     return get_model()
-
-
-@contextmanager
-def _named(place: str | Path) -> Iterator[None]:
-    """StorageError that says where, for whatever a reader raises: safetensors and the streamer name no file."""
-    try:
-        yield
-    except Exception as error:
-        raise StorageError(
-            f"{place}: reading it failed",
-            found=f"{type(error).__name__}: {error}",
-            expected="what the headers had promised",
-            remedy="Nothing of this load is kept; see that the files are whole and the storage answers, and try again.",
-        ) from error
-
-
-class LocalReader:
-    """Reads local shards through safetensors.
-
-    mapped: memory-map (a tensor's pages are read when they are touched) or read each tensor into memory of its own.
-    read_ahead: ask the kernel for the next shard's pages. drop_cache: tell it to forget a shard that is done.
-    """
-
-    def __init__(self, folder: str, *, mapped: bool = True, read_ahead: bool = False, drop_cache: bool = False) -> None:
-        self._folder = Path(folder)
-        self._mapped = mapped
-        self._read_ahead = read_ahead
-        self._drop_cache = drop_cache
-
-    @property
-    def kind(self) -> str:
-        """How it reads, for the report."""
-        return "memory map" if self._mapped else "read"
-
-    def __call__(self, wanted: dict[str, list[str]]) -> Iterator[Named]:
-        from safetensors import safe_open
-
-        backend = {} if self._mapped else {"backend": "pread"}
-        shards = list(wanted)
-        for number, shard in enumerate(shards):
-            if self._read_ahead:
-                for near in shards[number : number + 2]:
-                    self._advise(near, os.POSIX_FADV_WILLNEED)
-            path = self._folder / shard
-            with _named(path), safe_open(path, framework="pt", device="cpu", **backend) as file:
-                for name in wanted[shard]:
-                    yield name, file.get_tensor(name)
-            if self._drop_cache:
-                self._advise(shard, os.POSIX_FADV_DONTNEED)
-
-    def _advise(self, shard: str, advice: int) -> None:
-        descriptor = os.open(self._folder / shard, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, advice)
-        finally:
-            os.close(descriptor)
-
-
-class StreamerReader:
-    """Reads shards through the RunAI streamer, from a folder or object storage.
-
-    From 0.17 the streamer is told which tensors to read; older ones read whole shards and reuse one buffer.
-    """
-
-    def __init__(self, folder: str, *, distributed: bool) -> None:
-        self._folder = folder.rstrip("/")
-        self._distributed = distributed
-
-    def __call__(self, wanted: dict[str, list[str]]) -> Iterator[Named]:
-        from runai_model_streamer import SafetensorsStreamer
-
-        names = {name for kept in wanted.values() for name in kept}
-        selects = "tensor_names" in inspect.signature(SafetensorsStreamer.stream_files).parameters
-        with _named(self._folder), SafetensorsStreamer() as streamer:
-            streamer.stream_files(
-                [f"{self._folder}/{shard}" for shard in wanted],
-                device=self._device(),
-                is_distributed=self._distributed,
-                **({"tensor_names": names} if selects else {}),
-            )
-            for name, tensor in streamer.get_tensors():
-                if name in names:
-                    yield name, tensor
-
-    def _device(self) -> str:
-        if not self._distributed:
-            return "cpu"
-        from sglang.srt.utils.common import get_device, is_cuda_alike
-
-        return get_device() if is_cuda_alike() else "cpu"
