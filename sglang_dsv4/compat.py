@@ -60,6 +60,10 @@ RUNAI_MARK = "_sglang_runai_streamer_tensor"
 """Attribute of a tensor that SGLang copies before the next one comes, and clones where it keeps half of a pair: the
 value of weight_utils.RUNAI_STREAMER_TENSOR_ATTR, read by should_async_load."""
 
+ALL_EXPERTS_MARK = "_sglang_require_global_experts"
+"""Attribute of a parameter of a FusedMoE that has a row for every expert of all ranks: FusedMoE.weight_loader reads it,
+ModelOptNvFp4FusedMoEMethod.create_weights sets it."""
+
 _LOADER = "sglang.srt.model_loader"
 _MODELS = "sglang.srt.models"
 _MOE = "sglang.srt.layers.moe"
@@ -79,6 +83,9 @@ _USES: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
     ("sglang.srt.runtime_context.get_parallel", (), "the ranks that an expert's width is dealt out to"),
     ("sglang.srt.runtime_context.get_server_args", (), "the model path of target and draft"),
     ("sglang.srt.runtime_context.get_model", (), "options of reading: memory map, read-ahead, page cache"),
+    ("sglang.srt.runtime_context.get_exec", (), "whether this rank joins a running server"),
+    ("sglang.srt.distributed.parallel_state.get_world_group", (), "the ranks that load the target together"),
+    ("sglang.srt.distributed.parallel_state.get_tp_group", (), "the ranks of one stage, which load a draft together"),
 )
 """Rows of kind `uses`: target, leading parameters, why. They stay as long as the package lives outside SGLang."""
 
@@ -95,7 +102,12 @@ _READS: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
     (f"{_DSPARK}.confidence_head", None, "whether it is built"),
     (f"{_FUSED_MOE}._num_global_routed", None, "how many experts all ranks hold"),
     (f"{_FUSED_MOE}.use_presharded_weights", None, "takes this rank's part instead of cutting it"),
-    ("sglang.srt.layers.linear.ColumnParallelLinear.use_presharded_weights", None, "the same for wo_a"),
+    (f"{_FUSED_MOE}.moe_tp_rank", None, "whose part of a tensor it writes"),
+    (
+        "sglang.srt.layers.quantization.modelopt_quant.ModelOptNvFp4FusedMoEMethod.create_weights",
+        ("self", "layer"),
+        "makes parameters that bear ALL_EXPERTS_MARK",
+    ),
     ("sglang.srt.layers.parameter.BasevLLMParameter._weight_loader", None, "what its read-only property shows"),
     ("sglang.srt.layers.quantization.fp8.Fp8Config.is_fp4_experts", None, "what FusedMoE allocates"),
     (f"{_LOADER}.loader.RunaiModelStreamerLoader._is_distributed", None, "whether ranks share one read"),
@@ -209,6 +221,13 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id"),
         "writes routed experts without upstream's search through every expert mapping",
         NEVER,
+    ),
+    Seam(
+        f"{_FUSED_MOE}._weight_loader_impl",
+        "uses",
+        ("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id"),
+        "is called once for each row of a parameter that is written, which is the proof of it",
+        "SGLang reports what a weight loader wrote",
     ),
     Seam(
         f"{_FUSED_MOE}._map_global_expert_id_to_local_expert_id",

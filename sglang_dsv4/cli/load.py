@@ -139,6 +139,11 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         seconds = time.perf_counter() - started
         found = digests(model) if args.digests is not None else {}
         report, lines = model.load_report.as_json(), model.load_report.lines()  # type: ignore[operator, union-attr]
+        ranks = server_args.tp_size * server_args.pp_size
+    if ranks > 1:
+        lines.append(
+            f"one rank of {ranks} loaded alone, without the others: what they agree on before they read was not tried"
+        )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     where = f"{detect_arch()} ({platform})" if (platform := envs.PLATFORM.raw()) else detect_arch()
     lines.append(

@@ -10,8 +10,8 @@ from sglang_dsv4 import compat
 PACKAGE = Path(__file__).parents[2] / "sglang_dsv4"
 TARGETS = {seam.target for seam in compat.SEAMS}
 PRIVATE = {target.rpartition(".")[2] for target in TARGETS if target.rpartition(".")[2].startswith("_")}
-OURS = {"_asdict", "_exit", "_sglang_dsv4", "_SubParsersAction"}
-"""Private names that are our own, Python's or argparse's."""
+OURS = {"_asdict", "_exit", "_sglang_dsv4", "_SubParsersAction", "_get_default_store"}
+"""Private names that are our own, Python's, argparse's or torch's."""
 MODULES = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-GLOBAL = "_sglang_require_global_experts"
-"""Attribute of a parameter of a FusedMoE that holds a row for every expert of all ranks."""
+from sglang_dsv4.compat import ALL_EXPERTS_MARK
 
 
 def kept_experts(layer: Any) -> set[int] | None:
@@ -42,14 +41,14 @@ def leaves_of_all_experts(layer: Any) -> set[str]:
     SGLang takes the greatest of all ranks (ModelOptNvFp4FusedMoEMethod.process_weights_after_loading).
     """
     named = layer.named_parameters(recurse=False)
-    return {name.partition("_")[2] for name, parameter in named if getattr(parameter, GLOBAL, False)}
+    return {name.partition("_")[2] for name, parameter in named if getattr(parameter, ALL_EXPERTS_MARK, False)}
 
 
 def experts_in_rows(layer: Any, parameter: Any) -> dict[int, int]:
     """Row of a parameter -> number of the expert that it holds; empty where EPLB moves experts about."""
     if _placement(layer) is not None:
         return {}
-    if getattr(parameter, GLOBAL, False):
+    if getattr(parameter, ALL_EXPERTS_MARK, False):
         return {row: row for row in range(parameter.shape[0])}
     everyone = range(int(layer._num_global_routed + layer.num_fused_shared_experts))
     return {layer._map_global_expert_id_to_local_expert_id(number): number for number in everyone}

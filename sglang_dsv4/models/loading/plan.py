@@ -12,6 +12,7 @@ from sglang_dsv4.checkpoint.expert_names import expert_name
 from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind
 from sglang_dsv4.decisions.fp4 import ExpertDecision
 from sglang_dsv4.models.loading.experts import kept_experts, leaves_of_all_experts
+from sglang_dsv4.models.loading.proof import loader_slot
 from sglang_dsv4.models.loading.wiring import Wiring, is_wo_a
 from sglang_dsv4.stream.select import Share
 from sglang_dsv4.stream.shard import Cut
@@ -113,12 +114,18 @@ def _runs_marlin() -> bool:
 def taking_sharded(model: torch.nn.Module, plan: Plan) -> Iterator[None]:
     """For the time of a load, tell the modules whose tensors we cut that they come as this rank's part.
 
-    A FusedMoE that pads its buffers takes the flag at its word on a CPU only, and elsewhere still steps over the parts
-    of the ranks before it (FusedMoE._load_w13, _load_w2). As the first rank it has none to step over, on any device.
+    SGLang's own flag for that, use_presharded_weights, is not enough: it still steps over the parts of the ranks before
+    this one in a FusedMoE that pads its buffers on a GPU (FusedMoE._load_w13, _load_w2), and in a linear on a CPU
+    (ColumnParallelLinear.weight_loader). So a FusedMoE takes them as the first rank, which has none to step over, and
+    `wo_a` is copied whole.
     """
+    from sglang.srt.model_loader.weight_utils import default_weight_loader
+
     modules = dict(model.named_modules())
+    wo_a: list[Any] = [modules[path].weight for path in plan.wo_a_parts]
     changes: list[tuple[Any, str, Any]] = [
-        *((modules[path], "use_presharded_weights", True) for path in (*plan.wo_a_parts, *plan.expert_parts)),
+        *((parameter, loader_slot(parameter), default_weight_loader) for parameter in wo_a),
+        *((modules[path], "use_presharded_weights", True) for path in plan.expert_parts),
         *((modules[path], "moe_tp_rank", 0) for path in plan.expert_parts),
     ]
     before = [getattr(module, name) for module, name, _ in changes]

@@ -77,12 +77,7 @@ class WriteProof:
                 step()
 
     def _wrap(self, name: str, parameter: torch.nn.Parameter, default: Callable) -> Callable[[], None]:
-        # BasevLLMParameter shows its loader through a read-only property; the value behind it is what can be exchanged.
-        slot = (
-            "_weight_loader"
-            if isinstance(getattr(type(parameter), "weight_loader", None), property)
-            else "weight_loader"
-        )
+        slot = loader_slot(parameter)
         had_own = hasattr(parameter, slot)
         original = getattr(parameter, slot, default)
         owner = self._modules.get(name.rpartition(".")[0])
@@ -140,6 +135,12 @@ class WriteProof:
             experts = experts_in_rows(self._modules[owner], parameter) if empty and empty[0][0] is not None else {}
             holes += [_spell(name, part, experts) for part in empty]
         return collapse(holes)
+
+
+def loader_slot(parameter: torch.nn.Parameter) -> str:
+    """The attribute behind a parameter's weight loader, which BasevLLMParameter shows through a read-only property."""
+    hidden = isinstance(getattr(type(parameter), "weight_loader", None), property)
+    return "_weight_loader" if hidden else "weight_loader"
 
 
 def is_fused_experts(module: Any) -> bool:

@@ -1,7 +1,7 @@
-"""One rank of one model, built and loaded in this process through SGLang's own loader: no server, no peers.
+"""One rank of one model, built and loaded in this process through SGLang's own loader, without a server.
 
-Used by `sglang-dsv4 load` and by tests. A rank of many runs alone on torch's "fake" process group: its collectives do
-nothing, which is all that building and loading a model asks of them.
+`sglang-dsv4 load` runs a rank of many alone, on torch's "fake" process group: its collectives do nothing, which is all
+that building a model asks of them. Tests bring up the real groups, each rank in a process of its own.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ FIRST = Place()
 
 
 @contextmanager
-def parallel_context(arguments: Sequence[str], place: Place = FIRST) -> Iterator[Any]:
+def parallel_context(
+    arguments: Sequence[str], place: Place = FIRST, *, meeting_port: int | None = None
+) -> Iterator[Any]:
     """Resolve server arguments as the server would, then bring up the parallel state of one rank.
 
-    arguments: as for `python -m sglang.launch_server`. Yields SGLang's ServerArgs. The parallel state goes away at the
-    end.
+    arguments: as for `python -m sglang.launch_server`. meeting_port: where the ranks find each other on 127.0.0.1, each
+    in a process of its own; None for a rank of many that is alone. Yields SGLang's ServerArgs. The parallel state goes
+    away at the end.
     """
     from sglang.srt.plugins import load_plugins
 
@@ -48,13 +51,15 @@ def parallel_context(arguments: Sequence[str], place: Place = FIRST) -> Iterator
 
     server_args = prepare_server_args(list(arguments))
     world_rank = spawn_world_rank(server_args, tp_rank=place.tp_rank, pp_rank=place.pp_rank)
-    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=0))
+    alone = meeting_port is None
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=0 if alone else world_rank))
     initialize_moe_config()
     initialize_fp8_gemm_config()
     with ExitStack() as stack:
-        if server_args.tp_size * server_args.pp_size > 1:
+        if alone and server_args.tp_size * server_args.pp_size > 1:
             stack.enter_context(_without_peers())
-        bootstrap.init_parallel_runtime(server_args=server_args, device=_device(), dist_port=_free_port())
+        port = meeting_port or _free_port()
+        bootstrap.init_parallel_runtime(server_args=server_args, device=_device(), dist_port=port)
         stack.callback(parallel_state.destroy_distributed_environment)
         stack.callback(parallel_state.destroy_model_parallel)
         yield server_args
