@@ -73,6 +73,7 @@ _FUSED_MOE = f"{_MOE}.fused_moe_triton.layer.FusedMoE"
 
 _USES: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
     ("sglang.srt.arg_groups.model_override_base.resolving_view", ("server_args",), "the arguments once resolved"),
+    ("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "source"), "sets options of a launch"),
     (f"{_LOADER}.loader.RunaiModelStreamerLoader._prepare_weights", ("self", "model_name_or_path"), "finds the files"),
     (f"{_LOADER}.loader.DefaultModelLoader._prepare_weights", ("self", "model_name_or_path"), "finds the files"),
     (f"{_LOADER}.utils.should_async_load", ("weight",), "copies at once what bears RUNAI_MARK"),

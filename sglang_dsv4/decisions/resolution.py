@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from sglang_dsv4.compat import MODEL_IMPL
 from sglang_dsv4.decisions.arch import detect_arch
 from sglang_dsv4.decisions.decide import Decision, Flags, decide
 from sglang_dsv4.decisions.launch import Files, decidable, launch_inputs, survey_launch
@@ -67,13 +68,15 @@ def _surveyed(server_args: Any) -> tuple[Files | None, list[Dsv4Error]]:
 
 
 def apply(server_args: Any, decision: Decision) -> None:
-    """Raise what is refused; else set the runner, SGLang's idea of the experts and the flags for child processes."""
+    """Raise what is refused; else declare the runner, set SGLang's idea of the experts and the flags for children."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import declare_resolution
 
     decision.raise_if_refused()
     for name, value in decision.declare.items():
         logger.info("%s--%s becomes %s", PREFIX, name.replace("_", "-"), value)
-        setattr(server_args, name, value)
+    if decision.declare:  # ServerArgs themselves are the operator's input, which no step may write
+        declare_resolution(server_args, MODEL_IMPL, **decision.declare)
     if decision.target is not None:
         model_config_of(server_args).is_fp4_experts = decision.target.experts.runs == "fp4"
     for name, value in decision.environment.items():
