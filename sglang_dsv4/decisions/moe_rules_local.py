@@ -177,14 +177,13 @@ LOCAL: tuple[Rule, ...] = (
         runners="auto aiter",
         rocm="aiter flydsl",
     ),
-    becomes(
-        "triton",
-        "srt/layers/quantization/fp8.py:3458 PER_128X128",
+    no(
+        "srt/layers/quantization/fp8.py:1571 get_moe_weight_sizes",
+        "with AITER SGLang pads FP8 experts to 128 columns and not their scales, which are then read for other blocks",
+        "Set SGLANG_USE_AITER=0.",
         archs=ROCM,
         layouts="fp8_odd",
-        runners="auto",
         rocm="aiter flydsl",
-        by_us=True,
     ),
     becomes("triton", "srt/layers/quantization/fp8.py:2972 TRITON", layouts=FP8, runners="auto triton"),
     becomes(
@@ -225,6 +224,13 @@ LOCAL: tuple[Rule, ...] = (
         "Set --ep-size 1 | use --moe-runner-backend auto",
         layouts="fp8",
         runners="cutlass",
+    ),
+    no(
+        "srt/layers/moe/moe_runner/flashinfer_trtllm.py:43 SGLANG_EXPERIMENTAL_LORA_OPTI",
+        "SGLang has this runner's function for FP8 experts only in its experimental LoRA build",
+        "Use --moe-runner-backend flashinfer_trtllm.",
+        layouts="fp8",
+        runners="experimental_sgl_trtllm",
     ),
     ok("srt/layers/moe/moe_runner/flashinfer_trtllm.py:912 DeepSeekFp8", archs="sm100", layouts="fp8", runners=TRTLLM),
     no(
