@@ -7,8 +7,10 @@ checked here is what the streamer will read.
 from __future__ import annotations
 
 import os
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 from sglang_dsv4.checkpoint.storage import FileState, Storage
@@ -16,6 +18,7 @@ from sglang_dsv4.errors import CheckpointNotFoundError, FlagError, StorageError
 
 S3_ENDPOINT_FLAGS = ("RUNAI_STREAMER_S3_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _CONNECT_TIMEOUT_S = 5
+_BODY_TIMEOUT_S = 60  # half a megabyte; a packet now and then would keep a read timeout quiet for ever
 _READ_TIMEOUT_S = 8  # for a listing or half a megabyte; three tries of a server that is silent end in half a minute
 
 
@@ -142,12 +145,26 @@ class S3Storage(ObjectStorage):
 
     def _read_key(self, key: str, start: int, length: int) -> bytes:
         reply = self._client.get_object(Bucket=self.bucket, Key=key, Range=f"bytes={start}-{start + length - 1}")
-        with reply["Body"] as body:
+        with closing(reply["Body"]) as body:
             if reply["ResponseMetadata"]["HTTPStatusCode"] != 206:
                 raise StorageError(
                     f"{self.uri}: the server ignores byte ranges", remedy="Use a server that honours them."
                 )
-            return body.read(length)
+            return self._body(key, body)
+
+    def _body(self, key: str, body: Any) -> bytes:
+        """The whole body. StorageError where it trickles in: the read timeout is that of one packet."""
+        deadline = time.monotonic() + _BODY_TIMEOUT_S
+        pieces = []
+        for piece in body.iter_chunks(1 << 16):
+            pieces.append(piece)
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{self.uri}: reading {key} takes too long",
+                    found=f"{sum(map(len, pieces))} bytes in {_BODY_TIMEOUT_S} s",
+                    remedy="See that the storage answers at its usual rate, and try again.",
+                )
+        return b"".join(pieces)
 
 
 class GcsStorage(ObjectStorage):

@@ -29,9 +29,17 @@ Lifetime = Literal["step", "owned", "mapped"]
 Confirm = Callable[[str], None]
 """Called with the digest of a list before it is read together; raises when another rank's differs."""
 
-STREAMER_DEFAULTS = {"RUNAI_STREAMER_DIST_TIMEOUT": "300"}
-"""Environment of the RunAI streamer that we set where the user has not: seconds without a word of a rank in a shared
-read, after which the others end (its own default is 600)."""
+STREAMER_DEFAULTS = {
+    "RUNAI_STREAMER_S3_REQUEST_TIMEOUT_MS": "10000",
+    "RUNAI_STREAMER_S3_LOW_SPEED_LIMIT": "10000",
+    "RUNAI_STREAMER_DIST_TIMEOUT": "300",
+}
+"""Environment of the RunAI streamer that we set where the user has not.
+
+A connection that brings less than 10,000 bytes a second for 10 s is given up, and tried again: a server that is silent,
+or trickles, ends a load within 90 s. (Its own limit is 1 byte a second, which a trickle never falls below.) In a shared
+read, 300 s without a word of a rank end the others; its own default is 600.
+"""
 
 
 class Reader(Protocol):
