@@ -13,7 +13,7 @@ from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.config_reader import RELEASED
 from sglang_dsv4.checkpoint.dialects import ROOT_SPELLINGS
 from sglang_dsv4.checkpoint.formats import classify, lacking, role, shape_faults
-from sglang_dsv4.checkpoint.layout import Layout
+from sglang_dsv4.checkpoint.layout import DraftKind, Layout
 from sglang_dsv4.checkpoint.modules import (
     NOT_TEXT,
     STACKED,
@@ -118,7 +118,7 @@ class _Comparison:
                 self._rows(here, "layers.*.", [(layer,)], _with_rows(size, config, layer))
         if stages:
             self.block = _square(layout.draft_dense.block)
-            size = derived(config, stage=True)
+            size = derived(config, stage=layout.draft_kind is DraftKind.DSPARK)  # an MTP draft has the target's experts
             rows = self._stack(stage_modules(config.family, layout.draft_kind.value), "mtp.*.")
             for stage in range(stages):
                 here = [row for row in rows if _in_stage(row, stage, stages)]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.formats import Format, classify, role, weight_role
 from sglang_dsv4.checkpoint.headers import DTYPE_BITS
-from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind
+from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind, derived
 from sglang_dsv4.checkpoint.view import Indices, NativeView, Parts
 
 VOCABULARY_UNIT = 64
@@ -114,8 +114,7 @@ def target_per_stage(
 def draft_per_rank(view: NativeView, config: ModelConfigFacts, spread: Spread, conversion: Conversion) -> Weights:
     """What one rank holds of the draft, which has no pipeline stages of its own."""
     measure = _Measure(config, spread, conversion)
-    experts = config.dspark.n_routed_experts if config.dspark is not None else None
-    kept = (experts or config["E"]) // spread.experts
+    kept = derived(config, stage=bool(view.place("mtp.*.main_proj")))["E"] // spread.experts  # DSpark may have its own
     return _sum(
         measure(place, parts)
         for place, at, parts in _modules(view, draft=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from sglang_dsv4 import envs
@@ -12,7 +12,8 @@ from sglang_dsv4.decisions.drafts import Speculation
 from sglang_dsv4.decisions.fp4 import ExpertDecision, ExpertFacts
 from sglang_dsv4.decisions.moe_backends import Case
 from sglang_dsv4.decisions.moe_names import CUDA, DEQUANT, RUNNERS, Ep, Rocm
-from sglang_dsv4.decisions.parallel import Ranks, Sizes, parallel_refusals, routed_width
+from sglang_dsv4.decisions.parallel import Part, Ranks, Setting, Sizes, parallel_refusals
+from sglang_dsv4.decisions.parts import draft_part, draft_sizes, target_part
 from sglang_dsv4.decisions.verdict import Refusal, raise_all
 
 RUNNER_FLAG = "--moe-runner-backend"
@@ -29,6 +30,7 @@ class Flags:
     dequant: bool | None = None
     wo_a: bool | None = None
     wo_a_invrope: bool | None = None
+    fuse_wqkv: bool = True
     shared_tp1: bool = False
     jit_deepgemm: bool = True
     aiter: bool = False
@@ -42,6 +44,7 @@ class Flags:
             dequant=envs.FP4_DEQUANT.explicit(environ),
             wo_a=envs.FP8_WO_A.explicit(environ),
             wo_a_invrope=envs.FP8_WO_A_INVROPE.explicit(environ),
+            fuse_wqkv=envs.FUSE_WQA_WKV.get(environ),
             shared_tp1=envs.SHARED_EXPERT_TP1.get(environ),
             jit_deepgemm=envs.JIT_DEEPGEMM.get(environ),
             aiter=envs.USE_AITER.get(environ),
@@ -55,10 +58,10 @@ class Inputs:
 
     target, draft   the routed experts of each; `draft` is None when the checkpoint has none
     draft_kind      what the draft that would be loaded is
-    sizes           of the target; `draft_experts` where the draft has another number of routed experts
+    sizes           of the target; `draft_sizes` of the draft, None where they are the same
     quant_method, draft_quant_method   quant_method of the section that SGLang is given, None when it is given none
     unfit           why no section fits, as decided by decisions.quantization
-    wo_a            "fp8", "bf16", "mixed", or None when not known
+    wo_a            "fp8", "bf16", "mixed", or None when not known; of the target and an MTP draft that is loaded
     ranks           parallel sizes and the all-to-all, as given
     runner          --moe-runner-backend
     arch            one of moe_names.ARCHS
@@ -72,7 +75,7 @@ class Inputs:
     arch: str
     draft: ExpertFacts | None = None
     draft_kind: DraftKind = DraftKind.NONE
-    draft_experts: int | None = None
+    draft_sizes: Sizes | None = None
     quant_method: str | None = "fp8"
     draft_quant_method: str | None = "fp8"
     unfit: tuple[Refusal, ...] = ()
@@ -148,19 +151,21 @@ class Decision:
 
 def decide(inputs: Inputs) -> Decision:
     """Decide one launch. Pure: reads nothing but `inputs`, raises nothing."""
-    refusals = [*_flag_refusals(inputs), *inputs.unfit]
     target, found = _target(inputs)
-    refusals += found
-    draft: Model | None = None
+    draft, of_draft = _draft(inputs, target) if inputs.loads_draft else (None, [])
+    parts = [part for part in (target_part(inputs, target), draft_part(inputs, draft)) if part is not None]
+    refusals = [*_flag_refusals(inputs), *inputs.unfit, *found]
+    if target is not None:
+        refusals += _sizes(inputs, parts[0], parts[1:])
     if inputs.speculation.algorithm is not None:
         refusals += _speculation(inputs)
-    if inputs.loads_draft:
-        draft, found = _draft(inputs, target)
-        known = {(refusal.code, refusal.what) for refusal in refusals}
-        refusals += [_of_draft(refusal) for refusal in found if (refusal.code, refusal.what) not in known]
+    if draft is not None:
+        of_draft += _sizes(inputs, parts[-1], parts[:-1])
+    known = {(refusal.code, refusal.what) for refusal in refusals}
+    refusals += [_of_draft(refusal) for refusal in of_draft if (refusal.code, refusal.what) not in known]
     models = [model for model in (target, draft) if model is not None]
     environment = fp4.write_back((model.experts for model in models), inputs.draft) if models else {}
-    if inputs.wo_a == "bf16" and inputs.flags.wo_a is None:
+    if inputs.wo_a in ("bf16", "mixed") and inputs.flags.wo_a is None:
         environment[envs.FP8_WO_A.name] = "0"
     return Decision(
         target,
@@ -189,7 +194,6 @@ def _target(inputs: Inputs) -> tuple[Model | None, list[Refusal]]:
     verdict = None if _unknown_names(case) else moe_backends.judge(case)
     runner = verdict.runner if verdict else None
     refusals += _without_deepgemm(inputs, case, runner)
-    refusals += _sizes(inputs, inputs.sizes, layout, runner)
     why = "flag" if inputs.runner != "auto" else "this package" if verdict and verdict.by_us else "SGLang's default"
     return Model(experts, layout, inputs.runner, runner, why), refusals
 
@@ -202,7 +206,7 @@ def _draft(inputs: Inputs, target: Model | None) -> tuple[Model | None, list[Ref
     if experts.refusal is not None:
         return None, [experts.refusal]
     beside_nvfp4 = target is not None and target.experts.runs == "nvfp4"
-    layout = "fp4_hybrid" if beside_nvfp4 and experts.runs == "fp4" else _layout(experts, inputs.sizes)
+    layout = "fp4_hybrid" if beside_nvfp4 and experts.runs == "fp4" else _layout(experts, draft_sizes(inputs))
     a2a = drafts.draft_a2a(inputs.speculation, inputs.ranks.a2a)
     asked, why = _draft_runner(inputs, target, layout, a2a)
     case = _case(inputs, layout, asked, a2a)
@@ -212,8 +216,6 @@ def _draft(inputs: Inputs, target: Model | None) -> tuple[Model | None, list[Ref
     else:
         refusals = _some(moe_backends.refusal(case, flag=DRAFT_RUNNER_FLAG, a2a_flag=DRAFT_A2A_FLAG))
     refusals += [*_container(inputs.draft_quant_method, experts), *_without_deepgemm(inputs, case, runner)]
-    sizes = replace(inputs.sizes, experts=inputs.draft_experts or inputs.sizes.experts)
-    refusals += _sizes(inputs, sizes, layout, runner)
     return Model(experts, layout, asked, runner, why), refusals
 
 
@@ -322,21 +324,15 @@ def _container(method: str | None, experts: ExpertDecision) -> Iterator[Refusal]
         yield Refusal("quant-method", what, found=given, remedy="Use a checkpoint in the released form.")
 
 
-def _sizes(inputs: Inputs, sizes: Sizes, layout: str, runner: str | None) -> list[Refusal]:
-    routed = routed_width(layout, runner or "auto", inputs.arch, sizes.block)
-    return parallel_refusals(
-        sizes,
-        inputs.ranks,
-        routed,
-        arch=inputs.arch,
-        shared_tp1=inputs.flags.shared_tp1,
-        padded=inputs.padded,
-    )
+def _sizes(inputs: Inputs, part: Part, beside: Sequence[Part]) -> list[Refusal]:
+    setting = Setting(inputs.arch, inputs.flags.shared_tp1, inputs.padded)
+    return parallel_refusals(part, inputs.ranks, setting, beside=tuple(beside))
 
 
 def _speculation(inputs: Inputs) -> Iterator[Refusal]:
     spec, ranks = inputs.speculation, inputs.ranks.resolved()
-    yield from drafts.algorithm_refusals(spec, inputs.draft_kind, v41=inputs.sizes.v41)
+    v41 = inputs.sizes.v41 or draft_sizes(inputs).v41
+    yield from drafts.algorithm_refusals(spec, inputs.draft_kind, v41=v41)
     if inputs.serving:
         yield from drafts.dspark_refusals(
             spec,

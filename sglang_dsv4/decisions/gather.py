@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang_dsv4.checkpoint.config import ModelConfigFacts
 from sglang_dsv4.checkpoint.formats import Format
 from sglang_dsv4.checkpoint.layout import ExpertLayout, Layout
+from sglang_dsv4.checkpoint.modules import ModelKind, ModuleKind, derived, layer_modules, stage_modules
 from sglang_dsv4.decisions.decide import Flags, Inputs
+from sglang_dsv4.decisions.dense import SHARED, UNSCALED, Dense
 from sglang_dsv4.decisions.drafts import Speculation
 from sglang_dsv4.decisions.fp4 import ExpertDecision, ExpertFacts, Experts, Role, decide_experts
 from sglang_dsv4.decisions.moe_backends import MEGAMOE
 from sglang_dsv4.decisions.parallel import Ranks, Sizes
-from sglang_dsv4.decisions.quantization import Fits
+from sglang_dsv4.decisions.quantization import BESIDE_THE_LAYER, DRAFT_KINDS, LAYERS, MODULES, UNFUSED, Fits
 
 ONE_RANK = Ranks()
 NO_DRAFT = Speculation()
@@ -51,22 +54,50 @@ def experts_of(layout: Layout, config: ModelConfigFacts, role: Role, flags: Flag
     return decide_experts(role, facts, flags.experts, flags.dequant)
 
 
-def sizes_of(config: ModelConfigFacts, layout: Layout) -> Sizes:
-    """The numbers that parallelism divides."""
-    edge = layout.target_dense.block
-    block = config.quant.block or ((edge, edge) if edge else None)
+def sizes_of(
+    config: ModelConfigFacts, layout: Layout, kind: ModelKind = "target", section: Mapping[str, Any] | None = None
+) -> Sizes:
+    """The numbers that parallelism divides, of the target or of the draft that this checkpoint holds.
+
+    section: quantization_config as SGLang is given it; what it lists as unquantised has no blocks.
+    """
+    stored = layout.target_dense if kind == "target" else layout.draft_dense
+    block = config.quant.block or ((stored.block, stored.block) if stored.block else None)
+    plain = _plain_places(kind, {"target": config["NL"], "nextn": 1, "dspark": layout.stages}[kind], section)
     return Sizes(
         layers=config["NL"],
         heads=config["NH"],
-        head_dim=config["HD"],
         o_groups=config["OG"],
-        o_lora_rank=config["OL"],
-        experts=config["E"],
+        experts=derived(config, stage=kind == "dspark")["E"],
         moe_intermediate=config["I"],
         shared_experts=config["NS"],
         block=block,
         v41=config.family == "v4.1",
+        dense=tuple(_dense(config, kind, plain)) if Format.FP8 in stored.formats else (),
+        fuses=kind != "dspark",
     )
+
+
+def _dense(config: ModelConfigFacts, kind: ModelKind, plain: frozenset[str]) -> Iterator[Dense]:
+    """The linears outside the experts that SGLang builds in FP8 for this class, with their extents."""
+    family, size = config.family, derived(config)
+    rows = layer_modules(family) if kind == "target" else stage_modules(family, "mtp" if kind == "nextn" else kind)
+    for row in rows:
+        held = row.kind is ModuleKind.LINEAR and row.place not in UNSCALED | SHARED | plain
+        if held and all(symbol in size for symbol in row.shape):
+            yield Dense(row.place, *(size[symbol] for symbol in row.shape))
+
+
+def _plain_places(kind: ModelKind, layers: int, section: Mapping[str, Any] | None) -> frozenset[str]:
+    """Places that the section lists as unquantised in every layer, by the paths that `quantization.fit` writes."""
+    listed = set((section or {}).get("ignored_layers") or ())
+    paths = [LAYERS[kind].format(number) for number in range(layers)]
+    found: set[str] = set()
+    for module, places in {**MODULES, **UNFUSED}.items():
+        owners = ["model"] if module in BESIDE_THE_LAYER else paths
+        if all(f"{owner}.{module}" in listed for owner in owners):
+            found |= set(places)
+    return frozenset(found)
 
 
 def ranks_of(arguments: Any) -> Ranks:
@@ -105,9 +136,13 @@ def speculation_of(arguments: Any) -> Speculation:
     )
 
 
-def wo_a_of(layout: Layout) -> str | None:
-    """`fp8`, `bf16` or `mixed`; None when no layer tells."""
-    found = {"fp8" if form is Format.FP8 else "bf16" for form in layout.target_dense.wo_a.values()}
+def wo_a_of(layout: Layout, nextn: Layout | None = None) -> str | None:
+    """`fp8`, `bf16` or `mixed`; None when no layer tells.
+
+    nextn: of the checkpoint whose MTP draft is loaded beside it, which follows the same flag.
+    """
+    forms = [*layout.target_dense.wo_a.values(), *(nextn.draft_dense.wo_a.values() if nextn is not None else ())]
+    found = {"fp8" if form is Format.FP8 else "bf16" for form in forms}
     return None if not found else "mixed" if len(found) > 1 else found.pop()
 
 
@@ -131,18 +166,21 @@ def inputs_of(
     """
     draft_config, draft_layout = draft or (config, layout)
     has_draft = draft_layout.draft.format is not None
-    dspark = draft_config.dspark
+    kind = DRAFT_KINDS.get(draft_layout.draft_kind)
+    section = None if fits is None else fits.target.section
+    draft_section = None if fits is None or fits.draft is None else fits.draft.section
+    loads_nextn = kind == "nextn" and speculation.algorithm is not None
     return Inputs(
         target=expert_facts(layout.target, config),
-        sizes=sizes_of(config, layout),
+        sizes=sizes_of(config, layout, section=section),
         arch=arch,
         draft=expert_facts(draft_layout.draft, draft_config) if has_draft else None,
         draft_kind=draft_layout.draft_kind,
-        draft_experts=dspark.n_routed_experts if dspark is not None else None,
+        draft_sizes=None if kind is None else sizes_of(draft_config, draft_layout, kind, draft_section),
         quant_method=config.quant.method if fits is None else fits.target.method,
         draft_quant_method=draft_config.quant.method if fits is None or fits.draft is None else fits.draft.method,
         unfit=() if fits is None else fits.refusals(loads_draft=speculation.algorithm is not None),
-        wo_a=wo_a_of(layout),
+        wo_a=wo_a_of(layout, draft_layout if loads_nextn else None),
         flags=flags,
         ranks=ranks,
         runner=runner,

@@ -13,28 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sglang_dsv4.checkpoint.names import counted
+from sglang_dsv4.decisions.dense import FEWER_SHARES, Dense, cut_refusals, held_refusals
+from sglang_dsv4.decisions.ranks import EP_SPANS_TP, Ranks, group_refusals, size_refusals
 from sglang_dsv4.decisions.verdict import Refusal
-
-EP_SPANS_TP = frozenset(
-    {
-        "megamoe",
-        "deepep",
-        "deepep_v2",
-        "mooncake",
-        "nixl",
-        "ascend_fuseep",
-        "flashinfer",
-        "flashinfer_megamoe",
-        "mori",
-        "pplx",
-    }
-)
-"""All-to-all backends that set the expert parallel size to the TP size (srt/arg_groups/overrides.py:1578)."""
-
-CP_A2A = ("none", "deepep", "megamoe", "mori")
-"""All-to-all backends that V4's context parallelism allows (srt/arg_groups/deepseek_v4_hook.py:229)."""
-
-FEWER_SHARES = "Raise --attn-dp-size or lower --tp-size."
 
 MOST_RANKS = 64
 FP4_GROUP = 32
@@ -43,54 +24,24 @@ NVFP4_GROUP = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """The config's numbers that parallelism divides.
+    """The numbers of one model, target or draft, that parallelism divides.
 
-    block   (rows, columns) of one FP8 block scale of dense weights; None when they are not block FP8
+    block   (rows, columns) of one FP8 block scale; None where nothing is block FP8
     v41     model_type deepseek_v41
+    dense   the FP8 linears outside the experts
+    fuses   whether SGLang holds wq_a and wkv in one parameter
     """
 
     layers: int
     heads: int
-    head_dim: int
     o_groups: int
-    o_lora_rank: int
     experts: int
     moe_intermediate: int
     shared_experts: int = 1
     block: tuple[int, int] | None = (128, 128)
     v41: bool = False
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Parallel sizes as the user gave them; `a2a` and `prefill_cp` change some of them."""
-
-    tp: int = 1
-    ep: int = 1
-    pp: int = 1
-    dp: int = 1
-    attn_dp: int = 1
-    attn_cp: int = 1
-    moe_dp: int = 1
-    dcp: int = 1
-    prefill_cp: bool = False
-    a2a: str = "none"
-
-    def resolved(self) -> Ranks:
-        """The sizes that SGLang runs with: EP spans TP under an all-to-all, prefill CP takes the whole TP group."""
-        ep = self.tp if self.a2a in EP_SPANS_TP else self.ep
-        attn_cp = self.tp // self.attn_dp if self.prefill_cp else self.attn_cp
-        return replace(self, ep=ep, attn_cp=attn_cp)
-
-    @property
-    def attn_tp(self) -> int:
-        """Ranks that share one attention layer."""
-        return self.tp // (self.attn_dp * self.attn_cp)
-
-    @property
-    def moe_tp(self) -> int:
-        """Ranks that share the width of one routed expert."""
-        return self.tp // (self.ep * self.moe_dp)
+    dense: tuple[Dense, ...] = ()
+    fuses: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,146 +92,114 @@ def padded_width(stored: int, tp: int, moe_tp: int, block: tuple[int, int] | Non
     return -(-stored // unit) * unit
 
 
-def parallel_refusals(
-    sizes: Sizes, ranks: Ranks, routed: Width, *, arch: str, shared_tp1: bool = False, padded: bool = False
-) -> list[Refusal]:
-    """Why these sizes cannot hold this checkpoint; empty when they can.
+@dataclass(frozen=True)
+class Part:
+    """One model of a launch.
+
+    routed   what a slice of its routed experts needs
+    a2a      the all-to-all that it runs with; None: that of the ranks. EP follows from that of the ranks alone
+    """
+
+    sizes: Sizes
+    routed: Width
+    a2a: str | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What holds for all models of a launch.
 
     arch         one of moe_names.ARCHS
     shared_tp1   SGLANG_SHARED_EXPERT_TP1: every rank holds the whole shared expert
     padded       where `pads` says so, slices are dealt in whole blocks and filled up with zeros: a width only has to
                  give every rank a block
-    The last refusal's remedy lists the sizes that work.
     """
-    faults = list(_faults(sizes, ranks, routed, arch, shared_tp1, padded))
+
+    arch: str
+    shared_tp1: bool = False
+    padded: bool = False
+
+
+def parallel_refusals(part: Part, ranks: Ranks, setting: Setting, *, beside: tuple[Part, ...] = ()) -> list[Refusal]:
+    """Why these sizes cannot hold this model; empty when they can.
+
+    The last refusal that other ranks would cure lists the sizes that work, for the models `beside` it as well.
+    """
+    faults = list(_faults(part, ranks, setting))
     if faults:
-        cure = working_sizes(sizes, ranks, routed, arch=arch, shared_tp1=shared_tp1, padded=padded)
+        cure = working_sizes((part, *beside), ranks, setting)
         faults[-1] = replace(faults[-1], remedy=f"{faults[-1].remedy} {cure}".strip())
+    sizes = part.sizes
+    if sizes.block is not None:
+        held = held_refusals(sizes.dense, sizes.block, fuses=sizes.fuses, groups=sizes.o_groups, arch=setting.arch)
+        faults += held
     return faults
 
 
-def working_tp(
-    sizes: Sizes,
-    ranks: Ranks,
-    routed: Width,
-    *,
-    arch: str,
-    spanning: bool,
-    shared_tp1: bool = False,
-    padded: bool = False,
-) -> list[int]:
+def working_tp(parts: tuple[Part, ...], ranks: Ranks, setting: Setting, *, spanning: bool) -> list[int]:
     """The TP sizes up to 64 that work, at EP 1 or, `spanning`, at EP equal to TP.
 
     The other sizes stay as given; attention DP follows TP where it equals it.
     """
 
-    def works(tp: int) -> bool:
+    def tried(tp: int) -> Ranks:
         attn_dp = tp if ranks.attn_dp == ranks.tp else ranks.attn_dp
-        tried = replace(ranks, tp=tp, ep=tp if spanning else 1, attn_dp=attn_dp)
-        return next(_faults(sizes, tried, routed, arch, shared_tp1, padded), None) is None
+        return replace(ranks, tp=tp, ep=tp if spanning else 1, attn_dp=attn_dp)
 
-    return [tp for tp in range(1, MOST_RANKS + 1) if works(tp)]
+    return [tp for tp in range(1, MOST_RANKS + 1) if _work(parts, tried(tp), setting)]
 
 
-def working_ep(
-    sizes: Sizes, ranks: Ranks, routed: Width, *, arch: str, shared_tp1: bool = False, padded: bool = False
-) -> list[int]:
+def working_ep(parts: tuple[Part, ...], ranks: Ranks, setting: Setting) -> list[int]:
     """The EP sizes that work with the TP size and the others as given; empty under an all-to-all that sets EP."""
     if ranks.a2a in EP_SPANS_TP:
         return []
     tried = (replace(ranks, ep=ep) for ep in range(1, min(ranks.tp, MOST_RANKS) + 1) if ranks.tp % ep == 0)
-    return [one.ep for one in tried if next(_faults(sizes, one, routed, arch, shared_tp1, padded), None) is None]
+    return [one.ep for one in tried if _work(parts, one, setting)]
+
+
+def _work(parts: tuple[Part, ...], ranks: Ranks, setting: Setting) -> bool:
+    return all(next(_faults(part, ranks, setting), None) is None for part in parts)
 
 
 @functools.lru_cache(maxsize=256)
-def working_sizes(
-    sizes: Sizes, ranks: Ranks, routed: Width, *, arch: str, shared_tp1: bool = False, padded: bool = False
-) -> str:
+def working_sizes(parts: tuple[Part, ...], ranks: Ranks, setting: Setting) -> str:
     """A sentence that lists the EP sizes which work with the TP size given, and the TP sizes with EP 1 and EP = TP."""
-    tried = [(False, shared_tp1), (True, shared_tp1), (True, True)]
+    tried = [(False, setting.shared_tp1), (True, setting.shared_tp1)]
     if ranks.a2a in EP_SPANS_TP:
         tried = tried[1:]
-    ep = working_ep(sizes, ranks, routed, arch=arch, shared_tp1=shared_tp1, padded=padded)
-    parts, seen = [f"--ep-size {_listed(ep)} with --tp-size {ranks.tp}"] if ep else [], []
+    if not setting.shared_tp1:
+        tried.append((True, True))
+    ep = working_ep(parts, ranks, setting)
+    listed, seen = [f"--ep-size {_listed(ep)} with --tp-size {ranks.tp}"] if ep else [], []
     for spanning, tp1 in tried:
-        works = working_tp(sizes, ranks, routed, arch=arch, spanning=spanning, shared_tp1=tp1, padded=padded)
-        if works in seen and spanning and tp1 == shared_tp1 and ranks.ep != 1:
-            parts[-1] += " or equal to it"
+        works = working_tp(parts, ranks, replace(setting, shared_tp1=tp1), spanning=spanning)
+        if works in seen and spanning and tp1 == setting.shared_tp1 and ranks.ep != 1:
+            listed[-1] += " or equal to it"
         if works and works not in seen:
             seen.append(works)
             with_ep = " with --ep-size equal to it" if spanning else " with --ep-size 1" if ranks.ep != 1 else ""
-            with_tp1 = " and SGLANG_SHARED_EXPERT_TP1=1" if tp1 and not shared_tp1 else ""
-            parts.append(f"--tp-size {_listed(works)}{with_ep}{with_tp1}")
-    return f"Sizes that work: {'; '.join(parts)}." if parts else "No TP size works with the other sizes given."
+            with_tp1 = " and SGLANG_SHARED_EXPERT_TP1=1" if tp1 and not setting.shared_tp1 else ""
+            listed.append(f"--tp-size {_listed(works)}{with_ep}{with_tp1}")
+    return f"Sizes that work: {'; '.join(listed)}." if listed else "No TP size works with the other sizes given."
 
 
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _faults(sizes: Sizes, ranks: Ranks, routed: Width, arch: str, shared_tp1: bool, padded: bool) -> Iterator[Refusal]:
-    sizes_given = {"tp": ranks.tp, "ep": ranks.ep, "pp": ranks.pp, "dp": ranks.dp, "attn-dp": ranks.attn_dp}
-    sizes_given |= {"attn-cp": ranks.attn_cp, "moe-dp": ranks.moe_dp, "dcp": ranks.dcp}
-    for name, size in sizes_given.items():
-        if size < 1:
-            what, remedy = f"--{name}-size is not positive", "Leave it out for 1."
-            yield Refusal("parallel-size", what, found=str(size), expected="1 or more", remedy=remedy)
-            return
+def _faults(part: Part, ranks: Ranks, setting: Setting) -> Iterator[Refusal]:
+    nothing = list(size_refusals(ranks))
+    yield from nothing
+    if nothing:
+        return
     ranks = ranks.resolved()
-    groups = list(_groups(sizes, ranks, arch))
+    groups = list(group_refusals(ranks, layers=part.sizes.layers, v41=part.sizes.v41, arch=setting.arch))
     yield from groups
     if groups:  # the divisions below mean nothing
         return
-    yield from _attention(sizes, ranks)
-    yield from _experts(sizes, ranks)
-    yield from _widths(sizes, ranks, routed, shared_tp1, padded)
-
-
-def _groups(sizes: Sizes, ranks: Ranks, arch: str) -> Iterator[Refusal]:
-    """Sizes that do not form groups of ranks at all."""
-    tp, ep = ranks.tp, ranks.ep
-    if ranks.prefill_cp and (tp > 8 or ranks.attn_dp > 1 or ranks.a2a not in CP_A2A):
-        found = f"--tp-size {tp}, --attn-dp-size {ranks.attn_dp}, --moe-a2a-backend {ranks.a2a}"
-        expected = f"at most 8, 1, and one of {', '.join(CP_A2A)}"
-        remedy = "Leave out --enable-prefill-cp, or change these."
-        what = "--enable-prefill-cp cannot be used with these"
-        yield Refusal("parallel-cp", what, found=found, expected=expected, remedy=remedy)
-    if tp % (ranks.attn_dp * ranks.attn_cp):
-        found = f"{ranks.attn_dp} x {ranks.attn_cp}"
-        remedy = "Choose --attn-dp-size and --attn-cp-size whose product divides it."
-        what = f"--tp-size {tp} is no multiple of attention DP x CP"
-        yield Refusal("parallel-attn", what, found=found, remedy=remedy)
-    if tp % (ep * ranks.moe_dp) or (ranks.moe_dp > 1 and ep > 1 and ep * ranks.moe_dp != tp):
-        given = f"--ep-size {ep}" if ranks.moe_dp == 1 else f"--ep-size {ep} x --moe-dp-size {ranks.moe_dp}"
-        fault = "does not divide" if tp % (ep * ranks.moe_dp) else "is not"
-        divisor = "Choose an --ep-size that divides it."
-        remedy = divisor if ranks.moe_dp == 1 else f"Leave out --moe-dp-size. {divisor}"
-        what = f"{given} {fault} --tp-size {tp}"
-        yield Refusal("parallel-ep", what, remedy=remedy)
-    if ranks.moe_dp > 1 and ranks.pp > 1:
-        what = "--moe-dp-size above 1 excludes pipeline parallelism"
-        remedy = "Leave out --moe-dp-size or --pp-size."
-        yield Refusal("parallel-moe-dp", what, found=f"--pp-size {ranks.pp}", remedy=remedy)
-    if ranks.moe_dp not in (1, ranks.attn_cp):
-        what = "--moe-dp-size is neither 1 nor the attention CP size"
-        yield Refusal("parallel-moe-dp", what, found=str(ranks.moe_dp), remedy="Leave out --moe-dp-size.")
-    if ranks.dp > 1 and ranks.attn_dp > 1:
-        found = f"--dp-size {ranks.dp}, --attn-dp-size {ranks.attn_dp}"
-        what = "replicas cannot be combined with data-parallel attention"
-        yield Refusal("parallel-dp", what, found=found, remedy="Leave out --dp-size or --attn-dp-size.")
-    if tp % ranks.dcp or (ranks.dcp > 1 and ranks.prefill_cp):
-        what = "--dcp-size has to divide --tp-size, without --enable-prefill-cp"
-        yield Refusal("parallel-dcp", what, found=str(ranks.dcp), remedy="Leave out --dcp-size.")
-    if ranks.dcp > 1 and arch == "cpu":  # srt/distributed/parallel_state.py:2656 of 0.5.23
-        what = "SGLang has no decode context parallelism on a CPU"
-        found, remedy = f"--dcp-size {ranks.dcp}", "Leave out --dcp-size."
-        yield Refusal("parallel-dcp", what, found=found, expected="--dcp-size 1", remedy=remedy)
-    if ranks.pp > sizes.layers:
-        found = f"--pp-size {ranks.pp}, {sizes.layers} layers"
-        yield Refusal("parallel-pp", "more pipeline stages than layers", found=found, remedy="Lower --pp-size.")
-    if sizes.v41 and ranks.pp > 1:
-        what = "SGLang has no pipeline parallelism for DeepSeek-V4.1"
-        yield Refusal("parallel-pp", what, found=f"--pp-size {ranks.pp}", remedy="Leave out --pp-size.")
+    yield from _attention(part.sizes, ranks)
+    yield from _experts(part.sizes, ranks)
+    yield from _widths(part, ranks, setting)
 
 
 def _attention(sizes: Sizes, ranks: Ranks) -> Iterator[Refusal]:
@@ -290,17 +209,8 @@ def _attention(sizes: Sizes, ranks: Ranks) -> Iterator[Refusal]:
             what = f"{count} {name} cannot be split over {share} attention ranks"
             yield Refusal("parallel-heads", what, remedy=FEWER_SHARES)
             return
-    if sizes.block is None or share == 1:
-        return
-    rows, columns = sizes.block
-    for width, tile, name in (
-        (sizes.heads * sizes.head_dim, rows, "attn.wq_b"),
-        (sizes.o_groups * sizes.o_lora_rank, max(rows, columns), "attn.wo_a and attn.wo_b"),
-    ):
-        if width // share % tile:
-            what = f"{name}: {width} over {share} attention ranks does not end on a block"
-            found, expected = str(width // share), f"a multiple of {tile}"
-            yield Refusal("parallel-dense-block", what, found=found, expected=expected, remedy=FEWER_SHARES)
+    if sizes.block is not None:
+        yield from cut_refusals(sizes.dense, sizes.block, share)
 
 
 def _experts(sizes: Sizes, ranks: Ranks) -> Iterator[Refusal]:
@@ -313,14 +223,27 @@ def _experts(sizes: Sizes, ranks: Ranks) -> Iterator[Refusal]:
         yield Refusal("parallel-experts", what, remedy="Lower --tp-size.")
 
 
-def _widths(sizes: Sizes, ranks: Ranks, routed: Width, shared_tp1: bool, padded: bool) -> Iterator[Refusal]:
-    padded = padded and pads(ranks.tp, ranks.moe_tp)
+def _widths(part: Part, ranks: Ranks, setting: Setting) -> Iterator[Refusal]:
+    sizes, routed = part.sizes, part.routed
+    padded = setting.padded and pads(ranks.tp, ranks.moe_tp)
     problem = _width_problem(sizes.moe_intermediate, ranks.moe_tp, routed.multiple, padded)
     if problem:
         what = f"routed experts: a width of {sizes.moe_intermediate} over {counted(ranks.moe_tp, 'rank')}"
         yield Refusal("parallel-routed-block", what, *problem, remedy="Raise --ep-size, or lower --tp-size.")
-    replicated = shared_tp1 or ranks.a2a in EP_SPANS_TP
-    if replicated or not sizes.shared_experts or sizes.block is None:
+    held = padded_width(sizes.moe_intermediate, ranks.tp, ranks.moe_tp, sizes.block)
+    if setting.padded and sizes.shared_experts > 1 and held != sizes.moe_intermediate:
+        tile = max(sizes.block or (1,))
+        whole = f"Use a checkpoint whose moe_intermediate_size is a multiple of {tile}."
+        yield Refusal(
+            "parallel-shared-padding",
+            f"experts of width {sizes.moe_intermediate} would be padded to {held}, "
+            "and several shared experts stand side by side",
+            found=f"n_shared_experts {sizes.shared_experts}, --tp-size {ranks.tp}",
+            expected="one shared expert, or a width that every rank can share in whole blocks",
+            remedy=whole if sizes.moe_intermediate % tile else "Raise --ep-size, or lower --tp-size.",
+        )
+    a2a = ranks.a2a if part.a2a is None else part.a2a
+    if setting.shared_tp1 or a2a in EP_SPANS_TP or not sizes.shared_experts or sizes.block is None:
         return
     width = sizes.shared_experts * sizes.moe_intermediate
     problem = _width_problem(width, ranks.tp, max(sizes.block), padded)

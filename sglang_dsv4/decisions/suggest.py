@@ -67,6 +67,7 @@ def _fixes(inputs: Inputs) -> Iterator[tuple[int, Fix]]:
     tp = inputs.ranks.tp
     yield 1, lambda given: _flag(given, experts=None)
     yield 1, lambda given: _flag(given, wo_a=None, wo_a_invrope=None)
+    yield 1, lambda given: _flag(given, fuse_wqkv=False)
     yield 1, lambda given: _flag(given, jit_deepgemm=True)
     yield 1, lambda given: _flag(given, shared_tp1=True)
     yield 1, lambda given: _flag(given, aiter=given.arch.startswith("gfx"))
@@ -138,6 +139,7 @@ _ENVIRONMENT: tuple[tuple[str, envs.Flag], ...] = (
     ("dequant", envs.FP4_DEQUANT),
     ("wo_a", envs.FP8_WO_A),
     ("wo_a_invrope", envs.FP8_WO_A_INVROPE),
+    ("fuse_wqkv", envs.FUSE_WQA_WKV),
     ("shared_tp1", envs.SHARED_EXPERT_TP1),
     ("jit_deepgemm", envs.JIT_DEEPGEMM),
     ("aiter", envs.USE_AITER),

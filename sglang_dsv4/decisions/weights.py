@@ -8,9 +8,11 @@ from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.formats import Format
 from sglang_dsv4.checkpoint.sizes import Conversion, Spread, Weights, draft_per_rank, target_per_stage
 from sglang_dsv4.decisions.decide import Decision, Inputs
+from sglang_dsv4.decisions.drafts import draft_a2a
 from sglang_dsv4.decisions.launch import Files
 from sglang_dsv4.decisions.moe_names import CUDA
-from sglang_dsv4.decisions.parallel import EP_SPANS_TP, padded_width
+from sglang_dsv4.decisions.parallel import EP_SPANS_TP, Sizes, padded_width
+from sglang_dsv4.decisions.parts import draft_sizes
 
 UNQUANTISED = frozenset(
     {
@@ -66,27 +68,31 @@ def wo_a_of_launch(inputs: Inputs) -> WoA:
 
 def rank_weights(files: Files, inputs: Inputs, decision: Decision) -> RankWeights:
     """Parameters and bytes of weights per rank, of a launch that was not refused."""
-    spread = _spread(inputs)
+    spread = _spread(inputs, inputs.ranks.resolved().a2a)
     unquantised = UNQUANTISED | ({"attn.wo_a"} if wo_a_of_launch(inputs).runs == "bf16" else set())
     inspection = files.target
     target = target_per_stage(
         inspection.view,
         inspection.checkpoint.config,
         spread,
-        _conversion(inputs, decision.target is not None and decision.target.experts.converts, unquantised),
+        _conversion(
+            inputs, inputs.sizes, decision.target is not None and decision.target.experts.converts, unquantised
+        ),
     )
     if decision.draft is None:
         return RankWeights(target, None)
     if inputs.speculation.algorithm == "DSPARK":  # has no FP8 wo_a
         unquantised |= {"attn.wo_a"}
     inspection = files.draft or files.target
-    conversion = _conversion(inputs, decision.draft.experts.converts, unquantised)
+    conversion = _conversion(inputs, draft_sizes(inputs), decision.draft.experts.converts, unquantised)
+    spread = _spread(inputs, draft_a2a(inputs.speculation, inputs.ranks.resolved().a2a))
     return RankWeights(target, draft_per_rank(inspection.view, inspection.checkpoint.config, spread, conversion))
 
 
-def _spread(inputs: Inputs) -> Spread:
+def _spread(inputs: Inputs, a2a: str) -> Spread:
+    """How the ranks share one model, which has an all-to-all of its own."""
     ranks = inputs.ranks.resolved()
-    whole_shared = inputs.flags.shared_tp1 or ranks.a2a in EP_SPANS_TP
+    whole_shared = inputs.flags.shared_tp1 or a2a in EP_SPANS_TP
     return Spread(
         tensor=ranks.tp,
         attention=ranks.attn_tp,
@@ -99,8 +105,8 @@ def _spread(inputs: Inputs) -> Spread:
     )
 
 
-def _conversion(inputs: Inputs, converts: bool, unquantised: frozenset[str]) -> Conversion:
-    ranks, sizes = inputs.ranks.resolved(), inputs.sizes
+def _conversion(inputs: Inputs, sizes: Sizes, converts: bool, unquantised: frozenset[str]) -> Conversion:
+    ranks = inputs.ranks.resolved()
     edge = max(sizes.block) if sizes.block else 128
     width = padded_width(sizes.moe_intermediate, ranks.tp, ranks.moe_tp, sizes.block)
     padded = width if width != sizes.moe_intermediate else None

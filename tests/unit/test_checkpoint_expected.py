@@ -1,5 +1,6 @@
 """Completeness: what a checkpoint lacks, has too much of or has in a wrong shape is named, collapsed, in one report."""
 
+import re
 import time
 
 import grammar
@@ -10,6 +11,7 @@ from sglang_dsv4.checkpoint.expected import Completeness, compare
 from sglang_dsv4.checkpoint.headers import TensorInfo
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import detect_layout
+from sglang_dsv4.checkpoint.sizes import Conversion, Spread, draft_per_rank, stored
 from sglang_dsv4.checkpoint.view import NativeView
 from sglang_dsv4.errors import ConfigError, IncompleteLoadError
 
@@ -215,6 +217,31 @@ def test_a_draft_that_lacks_a_stage_tensor():
 def test_a_dspark_draft_under_a_config_without_its_keys():
     with pytest.raises(ConfigError, match=r"does not give the size of mtp\.\*\.main_proj"):
         report(native("dspark"), group="mtp")
+
+
+OWN_EXPERTS = {"dspark_n_routed_experts": 4, "dspark_block_size": 5, "dspark_noise_token_id": 1}
+OWN_EXPERTS |= {"dspark_markov_rank": 32, "dspark_target_layer_ids": [2, 3, 4]}
+
+
+def test_only_a_dspark_draft_has_a_number_of_experts_of_its_own():
+    """SGLang builds an MTP draft with the target's, whatever the keys for DSpark say."""
+    report(native("mtp"), group="mtp", **OWN_EXPERTS).raise_if_incomplete("model")
+    found = report(native("dspark"), group="dspark", **OWN_EXPERTS)
+    assert "mtp.{0..2}.ffn.experts.{4..7}.w1.weight" in found.unexpected
+
+
+def with_experts(spec: grammar.Spec, count: int) -> NativeView:
+    """The draft of a checkpoint with its first routed experts alone."""
+    kept = {name: entry for name, entry in spec.items() if int((re.findall(r"experts\.(\d+)", name) or [0])[0]) < count}
+    return NativeView(TensorInfo(name, dtype, shape, "s", 0, 0) for name, (dtype, shape) in kept.items())
+
+
+@pytest.mark.parametrize(("group", "experts"), [("mtp", 8), ("dspark", 4)])
+def test_a_rank_holds_its_share_of_the_drafts_own_experts(group, experts):
+    config = ModelConfigFacts.from_json(grammar.config("native_fp4_fp8", "tiny_flash", group) | OWN_EXPERTS)
+    whole, half = (with_experts(native(group), count) for count in (experts, experts // 2))
+    for spread, held in ((Spread(), whole), (Spread(experts=2), half)):
+        assert draft_per_rank(whole, config, spread, Conversion()) == stored(held, config, draft=True)
 
 
 def test_a_separate_draft_needs_no_target():

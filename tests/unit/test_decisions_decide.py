@@ -6,18 +6,17 @@ import itertools
 import pickle
 
 import pytest
+from model_sizes import FLASH, PRO, sizes_of
 
 from sglang_dsv4.checkpoint.layout import DraftKind
 from sglang_dsv4.decisions import arch
 from sglang_dsv4.decisions.decide import Flags, Inputs, decide
 from sglang_dsv4.decisions.drafts import Speculation
 from sglang_dsv4.decisions.fp4 import ExpertFacts
-from sglang_dsv4.decisions.parallel import Ranks, Sizes
+from sglang_dsv4.decisions.parallel import Ranks
 from sglang_dsv4.decisions.suggest import launch_line, nearest
 from sglang_dsv4.errors import RefusedError
 
-FLASH = Sizes(layers=43, heads=64, head_dim=512, o_groups=8, o_lora_rank=1024, experts=256, moe_intermediate=2048)
-PRO = Sizes(layers=61, heads=128, head_dim=512, o_groups=16, o_lora_rank=1024, experts=384, moe_intermediate=3072)
 FP4 = ExpertFacts("fp4", "layers.0.ffn.experts.0.w1.weight", "I8", "fp4")
 FP8 = ExpertFacts("fp8", "layers.0.ffn.experts.0.w1.weight", "F8_E4M3")
 BF16 = ExpertFacts("bf16", "layers.0.ffn.experts.0.w1.weight", "BF16")
@@ -70,7 +69,7 @@ def test_deepgemm_switched_off_is_told_what_is_left_to_change():
 
 
 def test_a_small_block_keeps_to_triton():
-    small = Sizes(40, 64, 512, 8, 1024, 384, 2304, block=(32, 32), v41=True)
+    small = sizes_of(40, 64, 512, 8, 1024, 384, 2304, block=(32, 32), v41=True)
     assert decide(launch(sizes=small, flags=Flags(dequant=True))).target.layout == "fp8_odd"
     assert codes(launch(sizes=small, flags=Flags(dequant=True), runner="deep_gemm")) == ["moe-backend"]
 
@@ -116,6 +115,7 @@ def test_single_reasons(options, expected):
 
 def test_bf16_wo_a_is_written_back_where_nobody_said():
     assert decide(launch(FP8, wo_a="bf16")).environment["SGLANG_OPT_FP8_WO_A_GEMM"] == "0"
+    assert decide(launch(FP8, wo_a="mixed")).environment["SGLANG_OPT_FP8_WO_A_GEMM"] == "0"
     assert "SGLANG_OPT_FP8_WO_A_GEMM" not in decide(launch(FP8, wo_a="fp8")).environment
     assert "SGLANG_OPT_FP8_WO_A_GEMM" not in decide(launch(FP8, wo_a="bf16", flags=Flags(wo_a=False))).environment
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 
 import pytest
 import sglang_source
+from model_sizes import FLASH
 
 from sglang_dsv4.checkpoint.layout import DraftKind
 from sglang_dsv4.decisions import drafts
 from sglang_dsv4.decisions.decide import Flags, Inputs, decide
+from sglang_dsv4.decisions.dense import Dense
 from sglang_dsv4.decisions.drafts import Speculation
 from sglang_dsv4.decisions.fp4 import ExpertFacts
-from sglang_dsv4.decisions.parallel import Ranks, Sizes
+from sglang_dsv4.decisions.parallel import Ranks
 
-FLASH = Sizes(layers=43, heads=64, head_dim=512, o_groups=8, o_lora_rank=1024, experts=256, moe_intermediate=2048)
 TARGET = {
     "fp4": ExpertFacts("fp4", "layers.0.ffn.experts.0.w1.weight", "I8"),
     "fp8": ExpertFacts("fp8", "layers.0.ffn.experts.0.w1.weight", "F8_E4M3"),
@@ -35,7 +37,7 @@ def launch(target, draft, spec, arch="sm90", kind=None, **options):
             target=TARGET[target],
             draft=DRAFT.get(draft),
             draft_kind=kind if draft else DraftKind.NONE,
-            sizes=FLASH,
+            sizes=options.pop("sizes", FLASH),
             arch=arch,
             speculation=spec,
             ranks=options.pop("ranks", Ranks(8)),
@@ -173,8 +175,86 @@ def test_the_drafts_all_to_all():
     assert drafts.draft_a2a(Speculation(a2a="none"), "deepep") == "none"
 
 
-def test_a_draft_with_fewer_experts_is_counted_by_its_own():
-    decision = launch("fp8", "fp8", DSPARK, draft_experts=4)
-    assert [(refusal.code, refusal.what.split(":")[0]) for refusal in decision.refusals] == [
-        ("parallel-experts", "draft")
-    ]
+def own(**changes):
+    """The sizes of a draft that differs from FLASH in these."""
+    return replace(FLASH, **changes)
+
+
+def whats(decision):
+    return [refusal.what for refusal in decision.refusals]
+
+
+@pytest.mark.parametrize("spec", [EAGLE, DSPARK], ids=["mtp", "dspark"])
+def test_target_and_draft_are_counted_by_their_own_experts(spec):
+    split = Ranks(8, ep=8)
+    few = launch("fp8", "fp8", spec, draft_sizes=own(experts=12), ranks=split)
+    assert whats(few) == ["draft: 12 routed experts cannot be split over 8 expert-parallel ranks"]
+    many = launch("fp8", "fp8", spec, draft_sizes=FLASH, sizes=own(experts=12), ranks=split)
+    assert whats(many) == ["12 routed experts cannot be split over 8 expert-parallel ranks"]
+    assert launch("fp8", "fp8", spec, draft_sizes=own(experts=16), ranks=split).ok
+
+
+def test_the_sizes_that_are_listed_fit_target_and_draft():
+    decision = launch("fp8", "fp8", EAGLE, draft_sizes=own(experts=6), sizes=own(experts=8), ranks=Ranks(4, ep=4))
+    (refusal,) = decision.refusals
+    assert "Sizes that work: --ep-size 1, 2 with --tp-size 4" in refusal.remedy
+    decision = launch("fp8", "fp8", EAGLE, draft_sizes=FLASH, sizes=own(experts=6), ranks=Ranks(4, ep=4))
+    assert "Sizes that work: --ep-size 1, 2 with --tp-size 4" in decision.refusals[0].remedy
+    decision = launch("fp8", "fp8", EAGLE, draft_sizes=own(heads=4, o_groups=2), ranks=Ranks(8, ep=3))
+    assert "--tp-size 1, 2 with --ep-size 1 or equal to it" in decision.refusals[-1].remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "what"),
+    [
+        ({"heads": 12}, Ranks(8), "draft: 12 attention heads cannot be split over 8 attention ranks"),
+        ({"o_groups": 4}, Ranks(8), "draft: 4 output groups (o_groups) cannot be split over 8 attention ranks"),
+        ({"moe_intermediate": 896}, Ranks(8), "draft: routed experts: a width of 896 over 8 ranks"),
+        ({"block": (32, 32), "moe_intermediate": 224}, Ranks(8), "draft: routed experts: a width of 224 over 8 ranks"),
+        (
+            {"moe_intermediate": 384, "shared_experts": 2},
+            Ranks(2),
+            "draft: experts of width 384 would be padded to 512, and several shared experts stand side by side",
+        ),
+        (
+            {"dense": (Dense("attn.wq_b", 1536, 1024),)},
+            Ranks(8),
+            "draft: attn.wq_b: 1536 rows over 8 attention ranks do not end on a block",
+        ),
+        (
+            {"dense": (Dense("attn.wq_a", 192, 4096), Dense("attn.wkv", 512, 4096))},
+            Ranks(8),
+            "draft: attn.wq_a and attn.wkv: SGLang keeps both in one parameter, and the first does not end on a block",
+        ),
+    ],
+    ids=str,
+)
+def test_a_draft_from_its_own_checkpoint_is_judged_by_its_own_sizes(change, ranks, what):
+    found = launch("fp8", "fp8", EAGLE, draft_sizes=own(**change), ranks=ranks, padded=True)
+    assert what in whats(found)
+    assert all(name.startswith("draft: ") for name in whats(found))
+    assert launch("fp8", "fp8", EAGLE, draft_sizes=FLASH, ranks=ranks, padded=True).ok
+
+
+def test_dspark_fuses_nothing_and_has_wo_a_in_bf16():
+    odd = own(dense=(Dense("attn.wq_a", 192, 4096), Dense("attn.wkv", 512, 4096), Dense("attn.wo_a", 1536, 4096)))
+    options = {"draft_sizes": odd, "wo_a": "fp8", "flags": Flags(wo_a=True), "ranks": Ranks(4)}
+    assert launch("fp8", "fp8", DSPARK, **options).ok
+    assert codes(launch("fp8", "fp8", EAGLE, **options)) == ["parallel-fused-block", "parallel-group-block"]
+    assert launch("fp8", "fp8", EAGLE, **options | {"flags": Flags(fuse_wqkv=False, wo_a=False)}).ok
+
+
+def test_a_drafts_shared_expert_is_whole_under_the_drafts_own_all_to_all():
+    narrow = own(moe_intermediate=512)
+    plain = Speculation("EAGLE", 1, 1, a2a="none")
+    ranks = Ranks(8, a2a="deepep")
+    assert codes(launch("fp8", "fp8", plain, draft_sizes=narrow, ranks=ranks)) == ["parallel-shared-block"]
+    assert launch("fp8", "fp8", EAGLE, draft_sizes=narrow, ranks=ranks).ok
+
+
+def test_stages_of_a_pipeline_are_the_targets_alone():
+    assert launch("fp8", "fp8", EAGLE, draft_sizes=own(layers=1), ranks=Ranks(8, pp=2)).ok
+
+
+def test_v41_is_known_by_the_draft_as_well():
+    assert "draft-algorithm" in codes(launch("fp8", "fp8", EAGLE, draft_sizes=own(v41=True)))
