@@ -53,6 +53,10 @@ class Dsv4Error(ValueError):
         """The errors that `together` joined in this one, or the error itself."""
         return self.joined or (self,)
 
+    def in_file(self, place: str) -> None:
+        """Say in the first line which file it was."""
+        self.what = f"{self.what} (in {place})"
+
     def headline(self) -> str:
         """The message on one line, as it is printed first on stderr."""
         parts = [self.what]

@@ -83,7 +83,7 @@ def agree(
     statement = Statement(
         checkpoint.storage.uri,
         _digest(checkpoint.storage.read(CONFIG_FILE, 0, checkpoint.files[CONFIG_FILE])),
-        {shard: _seen(checkpoint.storage, checkpoint.header(shard)) for shard in shards},
+        {shard: seen(checkpoint.storage, checkpoint.header(shard)) for shard in shards},
         bits,
         separate,
     )
@@ -164,8 +164,8 @@ def _differences(rank: Rank, said: Statement, expected: Statement) -> Iterator[s
             yield f"{where} has {'another header' if here.header != there.header else 'other data'}"
 
 
-def _seen(storage: Storage, header: ShardHeader) -> Seen:
-    """A shard's size, header and data; of the data a sample, or what names it where storage knows that."""
+def seen(storage: Storage, header: ShardHeader) -> Seen:
+    """A shard for the other ranks: its size, header, and a sample of its data, or what storage names that by."""
     if storage.names_content:
         data = str(storage.states[header.shard].identity)
     else:

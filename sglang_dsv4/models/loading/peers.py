@@ -23,13 +23,16 @@ T = TypeVar("T")
 PERIOD = 0.2
 """Seconds between two words of a rank about what it reads."""
 
+LISTEN_PERIOD = 1.0
+"""Seconds between two looks at what the other ranks read: the store that tells it ends with rank 0."""
+
 GRACE = 3.0
 """Seconds that a survivor waits for the end of a rank to show, when a meeting has failed."""
 
 FAKE_BACKEND = "fake"
 """torch's process group without peers, in which one rank of many loads alone (rank.py)."""
 
-_READING, _GAVE_UP = "reading", "gave up"
+_READING, _GAVE_UP, _RANK = "reading", "gave up", "rank"
 
 
 class Rank(NamedTuple):
@@ -56,7 +59,8 @@ class Peers:
         self.whole_world = whole_world
         self._group = group
         self._said: set[str] = set()
-        self._spoke = 0.0
+        self._heard: dict[int, str] = {}
+        self._spoke = self._listened = 0.0
 
     @property
     def alone(self) -> bool:
@@ -97,6 +101,10 @@ class Peers:
         self._said.add(shard)
         with _quiet_store() as store:
             store.set(f"{_READING} {self.me.number}", shard)
+        if now - self._listened > LISTEN_PERIOD:
+            self._listened = now
+            for rank in self.everyone:
+                self._read_by(rank)
         lost = self.lost(0.0)
         if lost is not None:
             raise lost
@@ -125,24 +133,40 @@ class Peers:
         return None
 
     def _ended(self) -> LostRankError | None:
-        for rank in self.everyone:
-            ending = ending_of(rank.process) if rank.number != self.me.number else None
-            if ending is not None:
-                where = f"; it last said that it read {shard}" if (shard := self._read_by(rank)) else ""
-                return LostRankError(
-                    f"{rank} ended in the middle of this load",
-                    found=f"{ending}{where}",
-                    expected="every rank with its part loaded",
-                    remedy="See its last lines. SIGKILL: often the kernel was out of memory, which "
-                    "`dmesg -T | grep -i oom` shows. SIGBUS: the shard became shorter while it was mapped.",
-                )
-        return None
+        """The rank of this machine that has ended; one that a signal ended before one that stopped because of it."""
+        endings = {rank: ending_of(rank.process) for rank in self._introduced() if rank.number != self.me.number}
+        ended = sorted((not ending.startswith("signal"), rank) for rank, ending in endings.items() if ending)
+        if not ended:
+            return None
+        rank = ended[0][1]
+        where = f"; it last said that it read {shard}" if (shard := self._read_by(rank)) else ""
+        return LostRankError(
+            f"{rank} ended in the middle of this load",
+            found=f"{endings[rank]}{where}",
+            expected="every rank with its part loaded",
+            remedy="See its last lines. SIGKILL: often the kernel was out of memory, which "
+            "`dmesg -T | grep -i oom` shows. SIGBUS: the shard became shorter while it was mapped.",
+        )
+
+    def _introduced(self) -> list[Rank]:
+        """The ranks that have met, or before that those that have left their names."""
+        if len(self.everyone) > 1:
+            return self.everyone
+        found = []
+        with _quiet_store() as store:
+            for number in range(_world_size()):
+                key = f"{_RANK} {number}"
+                if store.check([key]):
+                    host, pid, started, place = store.get(key).decode().split("\n")
+                    found.append(Rank(number, place, Process(host, int(pid), int(started))))
+        return found
 
     def _read_by(self, rank: Rank) -> str:
         key = f"{_READING} {rank.number}"
         with _quiet_store() as store:
-            return store.get(key).decode() if store.check([key]) else ""
-        return ""
+            if store.check([key]):
+                self._heard[rank.number] = store.get(key).decode()
+        return self._heard.get(rank.number, "")
 
 
 def peers_of(kind: ModelKind) -> Peers:
@@ -163,6 +187,8 @@ def peers_of(kind: ModelKind) -> Peers:
     me = _this_rank(torch.distributed.get_rank(), f"TP{parallel.tp_rank} PP{parallel.pp_rank}")
     if torch.distributed.get_world_size() > 1:
         errors.speak_as(f"{me}: ")
+        with _quiet_store() as store:
+            store.set(f"{_RANK} {me.number}", "\n".join(map(str, (*me.process, me.place))))
     if moe.is_ep_joiner or moe.is_ep_scale_joiner:
         return Peers(me, whole_world=False)
     one_stage = kind != "target" and parallel.pp_size > 1
@@ -184,8 +210,7 @@ def heard_by_all(peers: Peers) -> Iterator[None]:
         yield
     except Dsv4Error as error:
         errors.show(error)
-        if not isinstance(error, LostRankError):
-            _give_up(peers, error.headline())
+        _give_up(peers, error.headline())
         raise
     except Exception as error:
         _give_up(peers, f"{type(error).__name__}: {' '.join(str(error).split())}")
@@ -194,7 +219,14 @@ def heard_by_all(peers: Peers) -> Iterator[None]:
 
 def _give_up(peers: Peers, why: str) -> None:
     with _quiet_store() as store:
-        store.set(_GAVE_UP, f"{peers.me}\n{why}")
+        if not store.check([_GAVE_UP]):  # who stops with another rank is not the first
+            store.set(_GAVE_UP, f"{peers.me}\n{why}")
+
+
+def _world_size() -> int:
+    import torch
+
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _this_rank(number: int, place: str) -> Rank:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.names import counted
 from sglang_dsv4.compat import RUNAI_MARK
-from sglang_dsv4.errors import PREFIX, IncompleteLoadError
+from sglang_dsv4.errors import PREFIX, IncompleteLoadError, NumericsError, StreamError
 from sglang_dsv4.models.loading.direct import DirectWriter, hidden_from_upstream
 from sglang_dsv4.models.loading.known import filled_without_us, model_path, vocabulary
 from sglang_dsv4.models.loading.peers import heard_by_all, peers_of
@@ -19,7 +19,7 @@ from sglang_dsv4.models.loading.plan import Plan, make_plan, taking_sharded
 from sglang_dsv4.models.loading.proof import WriteProof
 from sglang_dsv4.models.loading.reload import stored_wo_a_scales
 from sglang_dsv4.models.loading.report import LoadReport
-from sglang_dsv4.models.loading.source import take_pending
+from sglang_dsv4.models.loading.source import Source, take_pending
 from sglang_dsv4.models.loading.wiring import Wiring
 from sglang_dsv4.numerics.backend import cpu_threads
 from sglang_dsv4.stream.audit import audit, sound_scales
@@ -73,7 +73,8 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
             stack.enter_context(hidden_from_upstream(model, writer.parameters))
             counted = progress(report.count(stream), report.planned, report.model)
             rest = writer.take(stages(counted, plan, report))
-            upstream(consumed_at_once(rest, plan, mapped=lifetime == "mapped"))
+            with _naming_the_file(source):
+                upstream(consumed_at_once(rest, plan, mapped=lifetime == "mapped"))
             report.in_flight_peak = pool.peak
         if source is not None or not (hasattr(model, "load_report") or filled_without_us(wiring.kind)):
             require_complete(model, proof)
@@ -85,6 +86,17 @@ def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream
     for line in report.lines():
         logger.info("%s%s", PREFIX, line)
     return report
+
+
+@contextmanager
+def _naming_the_file(source: Source | None) -> Iterator[None]:
+    """What is wrong with a tensor names the file that it, or its partner, came from."""
+    try:
+        yield
+    except (NumericsError, StreamError) as error:
+        if source is not None and source.reading is not None:
+            error.in_file(source.checkpoint.storage.locate(source.reading.shard))
+        raise
 
 
 def unplanned(weights: Stream, plan: Plan, report: LoadReport) -> Stream:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.expected import NAMES, compare
+from sglang_dsv4.checkpoint.headers import TensorInfo
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import detect_layout
 from sglang_dsv4.checkpoint.names import collapse, counted, is_draft
 from sglang_dsv4.checkpoint.view import NativeView
-from sglang_dsv4.errors import PREFIX, StorageError
+from sglang_dsv4.errors import PREFIX, Dsv4Error, StorageError
 from sglang_dsv4.models.loading.agreement import Agreement, agree, require_one_list
 from sglang_dsv4.models.loading.fallbacks import STRAY_SCALE, absent_sinks_of, fallback_lines, stray_scales
 from sglang_dsv4.models.loading.known import Known
@@ -52,13 +54,14 @@ class Loadable(Protocol):
 class Source:
     """The tensors of one initial load, in the order in which its reader gives them, by their native names.
 
-    lifetime: how long a tensor stays valid.
+    lifetime: how long a tensor stays valid. reading: the tensor that came last.
     """
 
     def __init__(self, checkpoint: Checkpoint, reader: Reader) -> None:
         self.checkpoint = checkpoint
         self._reader = reader
         self._opened: set[str] = set()
+        self.reading: TensorInfo | None = None
 
     @property
     def lifetime(self) -> Lifetime:
@@ -109,14 +112,16 @@ class Source:
                 info = due.pop(name, None)
                 if info is None:
                     raise self._misread(f"{name}, which was not listed or came before", [])
+                self.reading = info
                 peers.announce(info.shard)
                 if name in wanted:
                     yield name, tensor
         except StorageError as error:
             lost = peers.lost() if agreement.shared else None
-            if lost is None:
-                raise
-            raise lost from error
+            if lost is not None:
+                raise lost from error
+            self.require_unchanged()  # says which file, where one was replaced or cut short
+            raise
         if due:
             raise self._misread(f"the end, with {counted(len(due), 'tensor')} still to come", collapse(sorted(due)))
 
@@ -164,7 +169,8 @@ def open_local(original: Callable[..., Iterator], loader: Any, model_config: Any
         return original(loader, model_config, model)
     path = getattr(model_config, "model_weights", None) or model_config.model_path
     overrides = getattr(model, "allow_patterns_overrides", None)
-    folder, _files, is_safetensors = loader._prepare_weights(path, model_config.revision, False, overrides)
+    with _heard(model, path):
+        folder, _files, is_safetensors = loader._prepare_weights(path, model_config.revision, False, overrides)
     if not is_safetensors:
         return original(loader, model_config, model)
     options = _model_options()
@@ -182,14 +188,32 @@ def open_streamed(original: Callable[..., Iterator], loader: Any, model_config: 
     if not hasattr(model, "loading_plan"):
         return original(loader, model_config, model)
     path = getattr(model_config, "model_weights", None) or model_config.model_path
-    folder, _files = loader._prepare_weights(path, model_config.revision)
+    with _heard(model, path):
+        folder, _files = loader._prepare_weights(path, model_config.revision)
     return _leave(model, folder, StreamerReader(folder, distributed=bool(loader._is_distributed)))
 
 
 def _leave(model: Loadable, folder: str, reader: Reader) -> Iterator:
-    with heard_by_all(peers_of(model.known.kind)):
+    with _heard(model, folder):
         setattr(model, PENDING, Source(Checkpoint.open(folder), reader))
     return iter(())  # what load_weights is handed; it finds the source on the model
+
+
+@contextmanager
+def _heard(model: Any, path: str) -> Iterator[None]:
+    """Let the other ranks hear what goes wrong; SGLang's own errors about files become StorageError."""
+    with heard_by_all(peers_of(model.known.kind)):
+        try:
+            yield
+        except Dsv4Error:
+            raise
+        except Exception as error:
+            raise StorageError(
+                f"{path}: SGLang cannot find the files of this checkpoint",
+                found=f"{type(error).__name__}: {' '.join(str(error).split())}",
+                expected="config.json, the index and every shard that it names",
+                remedy="Run `sglang-dsv4 check` on it, on this machine.",
+            ) from error
 
 
 def _model_options() -> Any:
