@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from sglang_dsv4.decisions.moe_names import A2A, ARCHS, LAYOUTS, PACKED, ROCM, RUNNERS, SELF, Ep, Rocm, Rule
+from sglang_dsv4.decisions.moe_names import A2A, ARCHS, LAYOUTS, MARLIN, PACKED, ROCM, RUNNERS, SELF, Ep, Rocm, Rule
 from sglang_dsv4.decisions.moe_rules import RULES
 from sglang_dsv4.decisions.verdict import Refusal
 from sglang_dsv4.envs import FLYDSL_MEGA_MOE, USE_AITER
@@ -149,14 +149,25 @@ def fusion_refusal(case: Case, enforced: bool) -> Refusal | None:
             found="expert parallelism without a slot for the shared expert on every rank",
             remedy=f"{_DROP_FUSION[:-1]}, or use --moe-a2a-backend deepep or megamoe.",
         )
-    if case.runner in (
-        "flashinfer_cutedsl",
-        "flashinfer_trtllm",
-        "experimental_sgl_trtllm",
-        "flashinfer_trtllm_routed",
-    ):
-        return Refusal("shared-fusion", what, found=f"--moe-runner-backend {case.runner}", remedy=_DROP_FUSION)
+    if case.layout == "nvfp4":
+        return Refusal(
+            "shared-fusion", what, found="experts in NVFP4, a shared one in FP8 or BF16", remedy=_DROP_FUSION
+        )
+    known = case.runner in RUNNERS and case.a2a in A2A and case.arch in ARCHS
+    runner = (judge(case).runner if known else None) or case.runner
+    if runner in UNFUSED | FOLDING:
+        chosen = "" if runner == case.runner else f", which becomes {runner}"
+        found = f"--moe-runner-backend {case.runner}{chosen}"
+        return Refusal("shared-fusion", what, found=found, remedy=_DROP_FUSION)
     return None
+
+
+UNFUSED = frozenset({"flashinfer_cutedsl", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_trtllm_routed"})
+"""Runners for which SGLang turns the fusion off."""
+
+FOLDING = MARLIN | {"flashinfer_mxfp4", "cutlass", "flashinfer_cutlass"}
+"""Runners whose layers fold the routed scaling factor into top-k. SGLang cannot do that in a hash layer beside a fused
+shared expert, and raises while it builds one (srt.layers.moe.hash_topk:HashTopK)."""
 
 
 def all_cases() -> Iterator[Case]:

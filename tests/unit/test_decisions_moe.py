@@ -222,6 +222,13 @@ def test_unknown_names_are_refused_with_the_known_ones(case):
         (Case("fp4", a2a="megamoe", ep="tp", arch="sm100"), False),
         (Case("fp8", a2a="deepep_v2", ep="tp"), True),
         (Case("fp8", "flashinfer_trtllm", arch="sm100"), True),
+        (Case("fp4", arch="sm90"), True),  # flashinfer_mxfp4, which folds the scaling factor
+        (Case("fp4", "marlin", arch="sm90"), True),
+        (Case("fp4", "deep_gemm", arch="sm100"), False),
+        (Case("fp8", "cutlass", arch="sm90"), True),
+        (Case("fp8", "flashinfer_cutlass", arch="sm90"), False),  # runs triton
+        (Case("nvfp4", "marlin", arch="sm90"), True),
+        (Case("fp4", arch="cpu"), False),
     ],
 )
 def test_fused_shared_experts_need_a_slot_on_every_rank(case, refused):
