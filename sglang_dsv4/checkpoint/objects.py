@@ -156,7 +156,7 @@ class S3Storage(ObjectStorage):
         """The whole body. StorageError where it trickles in: the read timeout is that of one packet."""
         deadline = time.monotonic() + _BODY_TIMEOUT_S
         pieces = []
-        for piece in body.iter_chunks(1 << 16):
+        for piece in body.iter_chunks(1 << 12):
             pieces.append(piece)
             if time.monotonic() > deadline:
                 raise StorageError(

@@ -11,12 +11,13 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sglang_dsv4.checkpoint.headers import TensorInfo
 from sglang_dsv4.errors import Dsv4Error, StorageError
+from sglang_dsv4.models.loading.short_answers import holes_refused
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +147,9 @@ class StreamerReader:
         if not listed:  # the streamer takes no empty list; a shared list is empty on all ranks or on none
             return
         requests, places = self._requests(listed)
-        with named(self._folder), streamer_defaults(), self._streamer(shared=shared) as streamer:
+        remote = "://" in self._folder
+        whole = holes_refused() if remote else nullcontext()
+        with named(self._folder), streamer_defaults(), whole, self._streamer(shared=shared) as streamer:
             if shared:
                 confirm(_digest(listed))
             once = {"owned": False} if "owned" in inspect.signature(streamer.stream_files).parameters else {}

@@ -121,6 +121,8 @@ class Source:
             if lost is not None:
                 raise lost from error
             self.require_unchanged()  # says which file, where one was replaced or cut short
+            waiting = sorted({info.shard for info in due.values()})
+            error.details += tuple(f"not read to its end: {shard}" for shard in waiting)
             raise
         if due:
             raise self._misread(f"the end, with {counted(len(due), 'tensor')} still to come", collapse(sorted(due)))
