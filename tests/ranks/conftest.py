@@ -17,12 +17,6 @@ from node import Node, node
 from stored import Stored
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("several ranks")
-    group.addoption("--whole-matrix", action="store_true", help="every combination of tests/ranks/test_matrix.py")
-    group.addoption("--matrix-day", default="", help="the rotating part as on this day (2026-01-31)")
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How much of the matrix ran, and which part: --matrix-day repeats it."""
     counts: Counter[str] = Counter()
