@@ -11,7 +11,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--whole-matrix", action="store_true", help="every combination of tests/ranks/test_matrix.py")
     group.addoption("--matrix-day", default="", help="the rotating part of the matrix as on this day (2026-01-31)")
     group.addoption("--all-served", action="store_true", help="serve every row of tests/serving/launches.py")
-    group.addoption("--wire-bytes", action="store_true", help="loads of more than 1 GB over a counted wire")
+    group.addoption("--thorough", action="store_true", help="what is marked thorough: minutes each, or more of a kind")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "thorough: runs with --thorough only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--thorough"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

@@ -127,15 +127,15 @@ def become_rank(parent: int, folder: Path, rank: int, task: Any) -> int:
 def wait(pids: list[int], started: float, deadline: float, inbox: Any) -> dict[int, tuple[int, bool, float]]:
     """Collect every rank: pid -> (exit status, whether it was late, seconds).
 
-    None outlives the deadline, or the driver.
+    None outlives the deadline, or the driver. A rank that has ended stays a zombie, as under a parent that is busy,
+    until all have: the others read from it which signal it was.
     """
-    ended: dict[int, tuple[int, bool, float]] = {}
+    ended: dict[int, tuple[bool, float]] = {}
     late: set[int] = set()
     while len(ended) < len(pids):
         for pid in [pid for pid in pids if pid not in ended]:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                ended[pid] = (os.waitstatus_to_exitcode(status), pid in late, time.monotonic() - started)
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                ended[pid] = (pid in late, time.monotonic() - started)
         if not late and (time.monotonic() - started > deadline or driver_is_gone(inbox)):
             late = {pid for pid in pids if pid not in ended}
             for pid in late:
@@ -144,7 +144,7 @@ def wait(pids: list[int], started: float, deadline: float, inbox: Any) -> dict[i
             for pid in late:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
-    return ended
+    return {pid: (os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), *rest) for pid, rest in ended.items()}
 
 
 def driver_is_gone(inbox: Any) -> bool:

@@ -29,6 +29,9 @@ LISTEN_PERIOD = 1.0
 GRACE = 3.0
 """Seconds that a survivor waits for the end of a rank to show, when a meeting has failed."""
 
+LEAVING = 30.0
+"""Seconds that a rank has to leave word after it left a shared read: closing its reader may wait for storage."""
+
 FAKE_BACKEND = "fake"
 """torch's process group without peers, in which one rank of many loads alone (rank.py)."""
 

@@ -148,7 +148,7 @@ class StreamerReader:
             return
         requests, places = self._requests(listed)
         remote = "://" in self._folder
-        whole = holes_refused() if remote else nullcontext()
+        whole = holes_refused(self._folder) if remote else nullcontext()
         with named(self._folder), streamer_defaults(), whole, self._streamer(shared=shared) as streamer:
             if shared:
                 confirm(_digest(listed))

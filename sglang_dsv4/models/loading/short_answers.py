@@ -25,8 +25,8 @@ WORD = 8
 
 
 @contextmanager
-def holes_refused() -> Iterator[None]:
-    """For the time of a read: fill what is requested, and look at what comes.
+def holes_refused(place: str) -> Iterator[None]:
+    """For the time of a read from `place`: fill what is requested, and look at what comes.
 
     Raises StorageError, from the iterator of chunks, for a tensor of which a part never came. Costs one pass of writing
     and one of reading over the buffer.
@@ -43,7 +43,7 @@ def holes_refused() -> Iterator[None]:
 
     def looking(self: Any) -> Iterator[tuple[int, int, torch.Tensor]]:
         for file, chunk, tensor in get_chunks(self):
-            _require_whole(tensor, word)
+            _require_whole(tensor, word, place)
             yield file, chunk, tensor
 
     file_streamer.runai_request = filling
@@ -72,7 +72,7 @@ def _words(data: np.ndarray) -> np.ndarray:
     return data[: len(data) // WORD * WORD].view(np.uint64)
 
 
-def _require_whole(tensor: torch.Tensor, word: int) -> None:
+def _require_whole(tensor: torch.Tensor, word: int, place: str) -> None:
     flat = tensor.view(-1)
     if flat.is_cuda:
         import torch
@@ -82,7 +82,7 @@ def _require_whole(tensor: torch.Tensor, word: int) -> None:
         missing = int(np.count_nonzero(_words(flat.numpy()) == np.uint64(word)))
     if missing:
         raise StorageError(
-            "storage answered with fewer bytes than were asked for",
+            f"{place}: storage answered with fewer bytes than were asked for",
             found=f"{WORD * missing} of {flat.numel()} bytes of a tensor never came",
             expected="all of them",
             remedy="See what lies between here and the storage: a cache or a proxy cuts its answers short.",

@@ -24,7 +24,7 @@ from sglang_dsv4.errors import PREFIX, Dsv4Error, StorageError
 from sglang_dsv4.models.loading.agreement import Agreement, agree, require_one_list
 from sglang_dsv4.models.loading.fallbacks import STRAY_SCALE, absent_sinks_of, fallback_lines, stray_scales
 from sglang_dsv4.models.loading.known import Known
-from sglang_dsv4.models.loading.peers import Peers, heard_by_all, peers_of
+from sglang_dsv4.models.loading.peers import GRACE, LEAVING, Peers, heard_by_all, peers_of
 from sglang_dsv4.models.loading.readers import Lifetime, LocalReader, Reader, StreamerReader
 from sglang_dsv4.models.loading.report import LoadReport
 from sglang_dsv4.stream.fallbacks import absent_sinks
@@ -117,7 +117,9 @@ class Source:
                 if name in wanted:
                     yield name, tensor
         except StorageError as error:
-            lost = peers.lost() if agreement.shared else None
+            # The streamer raises ValueError for storage. RuntimeError is a collective's, which another rank has left.
+            left = isinstance(error.__cause__, RuntimeError)
+            lost = peers.lost(LEAVING if left else GRACE) if agreement.shared else None
             if lost is not None:
                 raise lost from error
             self.require_unchanged()  # says which file, where one was replaced or cut short
