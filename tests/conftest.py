@@ -1,5 +1,6 @@
 """Fixtures that every folder of tests uses."""
 
+import datetime
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What a full run leaves out because of its time: here, so that it may be asked for from any folder."""
     group = parser.getgroup("several ranks")
     group.addoption("--whole-matrix", action="store_true", help="every combination of tests/ranks/test_matrix.py")
-    group.addoption("--matrix-day", default="", help="the rotating part of the matrix as on this day (2026-01-31)")
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    group.addoption("--day", default=today, help="what a run takes in turns as on this day (2026-01-31)")
     group.addoption("--all-served", action="store_true", help="serve every row of tests/serving/launches.py")
     group.addoption("--thorough", action="store_true", help="what is marked thorough: minutes each, or more of a kind")
 

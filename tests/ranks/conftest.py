@@ -18,7 +18,7 @@ from stored import Stored
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How much of the matrix ran, and which part: --matrix-day repeats it."""
+    """How much of the matrix ran, and which part: --day repeats it."""
     counts: Counter[str] = Counter()
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):

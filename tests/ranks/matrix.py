@@ -1,6 +1,5 @@
 """The combinations that several ranks are tested in, and the part of them that runs every day."""
 
-import datetime
 import hashlib
 import itertools
 import json
@@ -142,6 +141,4 @@ PROPERTY = "matrix"
 
 def chosen_day(config: pytest.Config) -> str | None:
     """The day whose part of the matrix this run tests; None for the whole."""
-    if config.getoption("whole_matrix", False):
-        return None
-    return config.getoption("matrix_day", "") or datetime.datetime.now(datetime.UTC).date().isoformat()
+    return None if config.getoption("whole_matrix") else config.getoption("day")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+from families import Family
 
 OURS, UPSTREAM = "sglang_dsv4", "auto"
 CHUNK = 256  # the page size of V4's KV pool: a chunk is a multiple of it, and a cached prefix too
@@ -70,10 +70,15 @@ def environment(**extra: str) -> dict[str, str]:
     return os.environ | {"SGLANG_PLATFORM": "dsv4_cpu", "OMP_NUM_THREADS": str(THREADS)} | extra
 
 
-def command(model: Path | str, *arguments: str, port: int, model_impl: str = OURS) -> list[str]:
-    """The command line of a server."""
-    start = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--model-impl", model_impl]
-    return [*start, "--host", "127.0.0.1", "--port", str(port), *arguments]
+LAUNCH = ("-m", "sglang.launch_server")
+
+
+def command(
+    model: Path | str, *arguments: str, port: int, model_impl: str = OURS, start: Sequence[str] = LAUNCH
+) -> list[str]:
+    """The command line of a server; ``start``: what Python runs."""
+    first = [sys.executable, *start, "--model-path", str(model), "--model-impl", model_impl]
+    return [*first, "--host", "127.0.0.1", "--port", str(port), *arguments]
 
 
 def free_port() -> int:
@@ -90,6 +95,7 @@ def serving(
     model_impl: str = OURS,
     env: dict[str, str] | None = None,
     timeout: float = 180,
+    start: Sequence[str] = LAUNCH,
 ) -> Iterator[Server]:
     """A healthy server for the time of the block.
 
@@ -98,7 +104,7 @@ def serving(
     port = free_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command(model, *arguments, port=port, model_impl=model_impl),
+            command(model, *arguments, port=port, model_impl=model_impl, start=start),
             env=environment(**(env or {})),
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -126,13 +132,6 @@ def _wait_until_healthy(server: Server, timeout: float) -> None:
 
 def stop(process: subprocess.Popen) -> None:
     """End the server and every process that it started, by their ids."""
-    family = [process]
     if process.poll() is None:
-        family += psutil.Process(process.pid).children(recursive=True)
-    for member in family:
-        try:
-            member.kill()
-        except psutil.NoSuchProcess:
-            continue
+        Family.of(process.pid).kill()
     process.wait(timeout=30)
-    psutil.wait_procs(family[1:], timeout=30)

@@ -1,14 +1,17 @@
 """The parts of the CPU platform that no server is needed for."""
 
 import struct
+from types import SimpleNamespace
 
 import dsv4_cpu_platform
 import pytest
 import torch
+from dsv4_cpu_platform.forward import rows_per_request, tokens_given
 from dsv4_cpu_platform.gather import CpuPlatformError, Cut, join
 from dsv4_cpu_platform.hashing import murmur_hash32
 from dsv4_cpu_platform.mapping import Reader
 from dsv4_cpu_platform.slots import Inputs, SlotStore
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 
 @pytest.mark.parametrize("selected", [None, "", "another"])
@@ -87,6 +90,37 @@ def test_a_prefix_that_nobody_wrote_is_refused() -> None:
     for slot in (2, 4):
         with pytest.raises(CpuPlatformError, match="never written"):
             store.read(torch.tensor([1, slot]))
+
+
+@pytest.mark.parametrize(
+    ("mode", "lengths", "requests", "tokens", "expected"),
+    [
+        (ForwardMode.DECODE, None, None, 3, [1, 1, 1]),
+        (ForwardMode.TARGET_VERIFY, None, None, 9, [3, 3, 3]),
+        (ForwardMode.EXTEND, [4, 2, 1], None, 7, [4, 2, 1]),
+        (ForwardMode.DECODE, None, 2, 2, [1, 1]),  # the third request only fills up the batch
+        (ForwardMode.EXTEND, [4, 1, 0], 2, 5, [4, 1]),
+        (ForwardMode.IDLE, None, 0, 0, []),
+    ],
+)
+def test_rows_are_those_of_the_requests(mode, lengths, requests, tokens: int, expected: list[int]) -> None:
+    assert rows_per_request(batch_of_three(mode, lengths, requests), tokens) == expected
+
+
+def test_rows_that_do_not_come_out_even_are_refused() -> None:
+    for batch in (batch_of_three(ForwardMode.DECODE), batch_of_three(ForwardMode.EXTEND, [4, 2, 0])):
+        with pytest.raises(CpuPlatformError, match="7 tokens for 3 requests"):
+            rows_per_request(batch, 7)
+
+
+def test_padding_is_told_from_tokens() -> None:
+    assert tokens_given(SimpleNamespace(_original_num_tokens=None), 8) == 8
+    assert tokens_given(SimpleNamespace(_original_num_tokens=0), 8) == 0
+
+
+def batch_of_three(mode: ForwardMode, lengths: list[int] | None = None, requests: int | None = None) -> SimpleNamespace:
+    """The fields of SGLang's ForwardBatch that are read, for three requests of which ``requests`` are no padding."""
+    return SimpleNamespace(forward_mode=mode, extend_seq_lens_cpu=lengths, batch_size=3, _original_batch_size=requests)
 
 
 def test_the_hash_is_murmur3_of_sixteen_bytes() -> None:

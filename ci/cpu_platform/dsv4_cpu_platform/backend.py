@@ -4,6 +4,7 @@ from typing import Any
 
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor import forward_batch_info
 
 from dsv4_cpu_platform.seams import ATTENTION_BACKEND
 
@@ -19,6 +20,10 @@ class PoolsOnlyBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Nothing to prepare: the forward pass reads each prefix through ``req_to_token``."""
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """The length of a request that only fills up a batch of DP attention; upstream's V4 backend has the same."""
+        return 1
+
 
 class DraftStepsBackend(PoolsOnlyBackend):
     """What SGLang's draft worker expects: one backend for each of its decode steps."""
@@ -31,3 +36,6 @@ class DraftStepsBackend(PoolsOnlyBackend):
 def install() -> None:
     """Take the place of SGLang's own backend of that name."""
     register_attention_backend(ATTENTION_BACKEND)(PoolsOnlyBackend)
+    # DP attention would put the counts that it pads by into memory pinned for a GPU. The flag is read there and for the
+    # fill value above, and nowhere else in this module.
+    forward_batch_info._is_cpu = True

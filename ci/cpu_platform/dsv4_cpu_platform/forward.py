@@ -30,9 +30,10 @@ class ReferenceForward:
         self._reference: TargetReference | DraftReference | None = None
 
     def current(self) -> TargetReference | DraftReference:
-        """The reference for the parameters as they are now. Collective over all ranks when it must be built."""
+        """The reference for the parameters as they are now. Collective over the model's ranks when it must be built."""
         if self._reference is None:
-            self._reference = build_reference(self._model.config, whole_parameters(self._model), self._draft)
+            parameters = whole_parameters(self._model, self._draft)
+            self._reference = build_reference(self._model.config, parameters, self._draft)
             dump_parameters(self._reference)
         return self._reference
 
@@ -48,19 +49,23 @@ class ReferenceForward:
 
         Every row of a sequence is computed, and one sequence at a time, so that a logit depends on its own text and
         on nothing of the batch: chunks, neighbours and cached prefixes give the same bits. Of pipeline stages the
-        last computes everything; what the others pass on is not read.
+        last computes everything; what the others pass on is not read. Rows that SGLang added to make the ranks of
+        DP attention equal come last; they get zeros, and an idle rank has no others.
         """
         reference = self.current()
         if not self._model.pp_group.is_last_rank:
             return PPProxyTensors({"hidden_states": torch.zeros(len(input_ids), self._width)})
-        logits = [torch.empty(0, self._model.config.vocab_size)]
-        streams = [torch.empty(0, self._width)]
+        logits: list[torch.Tensor] = []
+        streams: list[torch.Tensor] = []
         for sequence, new in self._sequences(input_ids, positions, forward_batch):
             all_logits, all_streams = reference.run(sequence.ids, sequence.streams)
             logits.append(all_logits[-new:])
             streams.append(all_streams[-new:])
             if not self._draft:
                 self._logits_dump.write(sequence.ids, logits[-1])
+        padding = len(input_ids) - sum(map(len, logits))
+        logits.append(torch.zeros(padding, self._model.config.vocab_size))
+        streams.append(torch.zeros(padding, self._width))
         return self._model.logits_processor(
             input_ids,
             torch.cat(logits),
@@ -71,27 +76,39 @@ class ReferenceForward:
 
     def _sequences(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> Iterator[tuple[Inputs, int]]:
         """Each request's inputs from the beginning, and how many of the last are new in this step."""
-        if not input_ids.numel():
+        tokens = tokens_given(batch, len(input_ids))
+        if not tokens:
             return
-        streams = batch.spec_info.hidden_states.float() if self._draft else torch.empty(len(input_ids), 0)
-        given = Inputs(input_ids.long(), streams)
-        self._store.write(batch.out_cache_loc, given)
+        streams = batch.spec_info.hidden_states[:tokens].float() if self._draft else torch.empty(tokens, 0)
+        given = Inputs(input_ids[:tokens].long(), streams)
+        self._store.write(batch.out_cache_loc[:tokens], given)
         req_to_token = get_attn_backend().req_to_token_pool.req_to_token
+        rows = rows_per_request(batch, tokens)
         start = 0
-        for request, new in zip(batch.req_pool_indices.tolist(), rows_per_request(batch, len(input_ids)), strict=True):
+        for request, new in zip(batch.req_pool_indices[: len(rows)].tolist(), rows, strict=True):
             prefix = self._store.read(req_to_token[request, : int(positions[start])])
             yield prefix.followed_by(given[start : start + new]), new
             start += new
 
 
+def tokens_given(batch: Any, rows: int) -> int:
+    """How many of the batch's rows are tokens of requests; those after them are padding."""
+    return rows if batch._original_num_tokens is None else batch._original_num_tokens
+
+
 def rows_per_request(batch: Any, tokens: int) -> list[int]:
-    """How many of the batch's tokens belong to each request: given for a prefill, equal shares otherwise."""
+    """How many of the ``tokens`` belong to each request: given for a prefill, equal shares otherwise.
+
+    Raises CpuPlatformError where they do not come out even, so that padding is never taken for a request.
+    """
+    requests = batch.batch_size if batch._original_batch_size is None else batch._original_batch_size
     if batch.forward_mode.is_extend() and batch.extend_seq_lens_cpu is not None:
-        return [int(length) for length in batch.extend_seq_lens_cpu]
-    each, rest = divmod(tokens, batch.batch_size)
-    if rest:
-        raise CpuPlatformError(f"{tokens} tokens for {batch.batch_size} requests in {batch.forward_mode}")
-    return [each] * batch.batch_size
+        rows = [int(length) for length in batch.extend_seq_lens_cpu[:requests]]
+    else:
+        rows = [tokens // max(requests, 1)] * requests
+    if sum(rows) != tokens:
+        raise CpuPlatformError(f"{tokens} tokens for {requests} requests in {batch.forward_mode}")
+    return rows
 
 
 def logits_as_given(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -100,7 +117,12 @@ def logits_as_given(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Te
 
 
 def attach(model: Any) -> None:
-    """Make ``model`` (loaded, any rank) serve through the reference. Raises at once when it cannot be built."""
+    """Make ``model`` (loaded, any rank) serve through the reference. Raises at once when it cannot be built.
+
+    A DSpark draft, which has stages and no ``model``, stays as SGLang built it: transformers has none.
+    """
+    if not hasattr(model, "model"):
+        return
     served = ReferenceForward(model)
     served.current()
     load_weights = model.load_weights

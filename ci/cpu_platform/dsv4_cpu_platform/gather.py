@@ -31,17 +31,21 @@ Piece = tuple[tuple[Cut, ...], torch.Tensor]
 Sent = tuple[tuple[Cut, ...], torch.dtype, torch.Size, torch.Tensor]
 
 
-def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole_parameters(model: nn.Module, draft: bool) -> dict[str, torch.Tensor]:
     """Every parameter of the model, un-sharded, by its SGLang name and in its own dtype.
 
-    Collective: every rank of the server must call it. Raises CpuPlatformError when ranks disagree on a replica.
+    Collective: every rank of the server must call it; for a draft under pipeline parallelism every rank of the last
+    stage, which alone holds it. Raises CpuPlatformError when ranks disagree on a replica.
     """
     mine = local_pieces(model)
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return {name: tensor for name, (_, tensor) in mine.items()}
-    from sglang.srt.distributed.parallel_state import get_world_group
+    from sglang.srt.distributed.parallel_state import get_tp_group, get_world_group
+    from sglang.srt.runtime_context import get_server_args
 
-    group = get_world_group().cpu_group
+    # The arguments, because while a draft is loaded SGLang's context speaks of one stage.
+    one_stage = draft and get_server_args().pp_size > 1
+    group = (get_tp_group() if one_stage else get_world_group()).cpu_group
     received: list[dict[str, Sent]] = [{} for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather_object(received, {name: _send(*piece) for name, piece in mine.items()}, group=group)
     everyone = [{name: _receive(*sent) for name, sent in pieces.items()} for pieces in received]
