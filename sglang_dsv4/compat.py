@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sglang_dsv4 import compat_updates
 from sglang_dsv4.errors import HookError, UnsupportedVersionError
 
 SUPPORTED = ">=0.5.22,<0.5.24"
@@ -143,9 +144,11 @@ _READS: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
 )
 """Rows of kind `reads`, in the same form."""
 
+
 SEAMS: tuple[Seam, ...] = (
-    *(Seam(target, "reads", parameters, why, NEVER) for target, parameters, why in _READS),
-    *(Seam(target, "uses", parameters, why, NEVER) for target, parameters, why in _USES),
+    *(Seam(*row) for row in compat_updates.HOOKS),
+    *(Seam(target, "reads", parameters, why, NEVER) for target, parameters, why in (*_READS, *compat_updates.READS)),
+    *(Seam(target, "uses", parameters, why, NEVER) for target, parameters, why in (*_USES, *compat_updates.USES)),
     Seam(
         RESOLUTION_STEPS,
         "uses",

@@ -141,6 +141,18 @@ QUEUE_BYTES = Flag(
     256 << 20,
     "most bytes of host tensors that may wait in SGLang's asynchronous loading (KiB, MiB, GiB)",
 )
+WAITING_BYTES = Flag(
+    "SGLANG_DSV4_PLUGIN_WAITING_BYTES",
+    "bytes",
+    1 << 30,
+    "most bytes of halves of weights that may wait for their partners in a session of updates (KiB, MiB, GiB)",
+)
+WHOLE_UPDATES = Flag(
+    "SGLANG_DSV4_PLUGIN_WHOLE_UPDATES",
+    "bool",
+    False,
+    "1 lets a session of updates end only when it has written every parameter",
+)
 THREADS = Flag(
     "SGLANG_DSV4_PLUGIN_THREADS",
     "count",
@@ -238,6 +250,8 @@ FLAGS: tuple[Flag, ...] = (
     FP4_ROUNDING,
     STRICT,
     QUEUE_BYTES,
+    WAITING_BYTES,
+    WHOLE_UPDATES,
     THREADS,
     ENGAGED,
     FP4_EXPERTS,

@@ -181,5 +181,9 @@ class StreamError(Dsv4Error):
     """A tensor arrived twice, or in a dtype or shape that its parameter cannot take."""
 
 
+class UpdateError(Dsv4Error):
+    """A weight update that does not fit the model that is served, or a launch that cannot be updated."""
+
+
 class IncompleteLoadError(Dsv4Error):
     """Strict completeness was broken: missing, unexpected or unwritten parameters."""

@@ -138,7 +138,8 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         model = load_model(server_args, draft=args.draft)
         seconds = time.perf_counter() - started
         found = digests(model) if args.digests is not None else {}
-        report, lines = model.load_report.as_json(), model.load_report.lines()  # type: ignore[operator, union-attr]
+        done: Any = model.loader_state
+        report, lines = done.report.as_json(), done.report.lines()
         ranks = server_args.tp_size * server_args.pp_size
     if ranks > 1:
         lines.append(

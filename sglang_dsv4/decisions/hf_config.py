@@ -16,6 +16,7 @@ from sglang_dsv4.checkpoint.config import ARCHITECTURES, ModelConfigFacts
 from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import Layout, detect_layout
 from sglang_dsv4.checkpoint.modules import ModelKind
+from sglang_dsv4.checkpoint.vocabulary import Vocabulary
 from sglang_dsv4.compat import MODEL_IMPL
 from sglang_dsv4.decisions.quantization import Fit, Held, fit
 from sglang_dsv4.errors import PREFIX, HookError
@@ -41,13 +42,14 @@ class Facts(NamedTuple):
     """What the headers and config.json of a checkpoint tell, without the headers themselves.
 
     places: templates of the native modules that it holds, such as `layers.*.attn.wq_a`. fits: the quantisation section
-    of each of the three classes.
+    of each of the three classes. vocabulary: its tensors by native name, which updates are judged by.
     """
 
     config: ModelConfigFacts
     layout: Layout
     places: frozenset[str]
     fits: Mapping[ModelKind, Fit]
+    vocabulary: Vocabulary
 
     def changes(self, kind: ModelKind) -> dict[str, Any]:
         """Attributes of a Transformers config that SGLang has to see otherwise than the file has them."""
@@ -94,7 +96,8 @@ def facts_at(path: str, revision: str | None) -> Facts:
     checkpoint = Checkpoint.open(path, revision=revision)
     held = Held(checkpoint.view, detect_layout(checkpoint), checkpoint.config)
     fits: dict[ModelKind, Fit] = {kind: fit(held, kind) for kind in ("target", "nextn", "dspark")}
-    return Facts(held.config, held.layout, frozenset(held.view.modules), fits)
+    vocabulary = Vocabulary(checkpoint.tensors.values(), checkpoint.dialect)
+    return Facts(held.config, held.layout, frozenset(held.view.modules), fits, vocabulary)
 
 
 def dtype_of(config: ModelConfigFacts) -> str | None:

@@ -9,8 +9,7 @@ import torch
 from sglang.srt.models import deepseek_v4 as upstream
 
 from sglang_dsv4.models.loading.known import prepare
-from sglang_dsv4.models.loading.plan import Plan, make_plan
-from sglang_dsv4.models.loading.session import load
+from sglang_dsv4.models.loading.state import LoaderState
 from sglang_dsv4.models.loading.wiring import TARGET
 
 
@@ -20,15 +19,11 @@ class DeepseekV4ForCausalLM(upstream.DeepseekV4ForCausalLM):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         known = prepare(config, quant_config, TARGET.kind)
         super().__init__(config, known.quant_config, prefix)
-        self.known = known
-
-    def loading_plan(self) -> Plan:
-        """What a load of this model does, which its loader asks before it opens a file."""
-        return make_plan(self, TARGET)
+        self.loader_state = LoaderState(self, TARGET, known)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], is_nextn: bool = False) -> None:
-        """Fill this rank's part through our stream; what it does not write goes to upstream."""
-        load(self, weights, TARGET, super().load_weights)
+        """The initial load, or an update: see LoaderState.load."""
+        self.loader_state.load(weights)
 
 
 EntryClass = [DeepseekV4ForCausalLM]

@@ -11,8 +11,7 @@ from sglang.srt.models import deepseek_v4_dspark as upstream
 from sglang_dsv4.checkpoint.modules import VocabularyPart
 from sglang_dsv4.errors import RefusedError
 from sglang_dsv4.models.loading.known import prepare
-from sglang_dsv4.models.loading.plan import Plan, make_plan
-from sglang_dsv4.models.loading.session import load
+from sglang_dsv4.models.loading.state import LoaderState
 from sglang_dsv4.models.loading.wiring import DSPARK
 
 
@@ -23,7 +22,6 @@ class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
         known = prepare(config, quant_config, DSPARK.kind)
         self.uses_own_vocab_modules = bool(known.own)
         super().__init__(config, known.quant_config, prefix)
-        self.known = known
         if self.confidence_head is not None and "mtp.*.confidence_head.proj" not in known.facts.places:
             raise RefusedError(
                 "this draft has no confidence head",
@@ -33,6 +31,7 @@ class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
         if len(known.own) == 1:  # SGLang has both or none; the other one is lent
             self.uses_own_vocab_modules = False
             self._drop_lent(known.own)
+        self.loader_state = LoaderState(self, DSPARK, known)
 
     def _drop_lent(self, own: frozenset[VocabularyPart]) -> None:
         if "embed" not in own:
@@ -42,19 +41,15 @@ class DeepseekV4ForCausalLMDSpark(upstream.DeepseekV4ForCausalLMDSpark):
 
     def attach_shared_modules(self, *, embed_tokens: torch.nn.Module, lm_head: torch.nn.Module) -> None:
         """Share the target's, except where the draft has its own."""
-        own = self.known.own
+        own = self.loader_state.known.own
         super().attach_shared_modules(
             embed_tokens=self.embed_tokens if "embed" in own else embed_tokens,
             lm_head=self.lm_head if "head" in own else lm_head,
         )
 
-    def loading_plan(self) -> Plan:
-        """What a load of this model does, which its loader asks before it opens a file."""
-        return make_plan(self, DSPARK)
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill this rank's part through our stream; what it does not write goes to upstream."""
-        load(self, weights, DSPARK, super().load_weights)
+        """The initial load, or an update: see LoaderState.load."""
+        self.loader_state.load(weights)
 
 
 EntryClass = [DeepseekV4ForCausalLMDSpark]

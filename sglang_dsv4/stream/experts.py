@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 from sglang_dsv4.checkpoint.expert_names import ExpertName, expert_name
-from sglang_dsv4.stream.pairing import Half, Ledger, pair
+from sglang_dsv4.stream.pairing import Half, Ledger, in_pairs, pair
 
 if TYPE_CHECKING:
     import torch
@@ -45,14 +45,10 @@ def shared_experts_in_pairs(stream: Stream, ledger: Ledger | None = None) -> Ite
     """An FP8 shared expert's weight and its scale one right after the other, both valid until the step after them.
 
     For a writer that needs both at once and keeps the first as it is: SGLang's FusedMoE, which turns a fused FP8 shared
-    expert into FP4 (srt/layers/moe/fused_moe_triton/layer.py:1083 of 0.5.23). Raises what `pair` raises.
+    expert into FP4 (FusedMoE._maybe_load_fp8_shared_expert_as_fp4). Raises what `pair` raises.
     """
 
-    def both(module: str, weight: torch.Tensor, scale: torch.Tensor) -> Iterator[Named]:
-        yield f"{module}.weight", weight
-        yield f"{module}.scale", scale
-
-    return pair(stream, shared_half_of, both, ledger)
+    return in_pairs(stream, shared_half_of, ledger)
 
 
 def experts_to_fp8(

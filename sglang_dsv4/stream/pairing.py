@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.names import collapse, counted
 from sglang_dsv4.errors import StreamError, UnmatchedPairError
 
@@ -22,6 +23,8 @@ class Half(NamedTuple):
     role: Literal["weight", "scale"]
 
 
+ROOM_FLAG = envs.WAITING_BYTES.name
+
 Classify = Callable[[str, "torch.Tensor"], Half | None]
 """Says which half a tensor is, or None where it needs no partner and passes at once, untouched."""
 
@@ -34,7 +37,8 @@ class Ledger:
     """Bytes that a stage holds: the unmatched halves it cloned, and the pair in conversion.
 
     `peak` is the maximum of `held` over the load, in bytes. The pair in conversion adds its own inputs and outputs,
-    which the stage never keeps.
+    which the stage never keeps. open: whether halves may still wait when a stream ends, since another one follows.
+    room: bytes that may wait yet, in a cell that several ledgers share; None for no bound.
     """
 
     held: int = 0
@@ -42,9 +46,20 @@ class Ledger:
     pairs: int = 0
     clones: int = 0
     waiting: dict[str, tuple[str, str, torch.Tensor]] = field(default_factory=dict)
+    open: bool = False
+    room: list[int] | None = None
 
     def keep(self, half: Half, name: str, tensor: torch.Tensor) -> None:
-        """Let a clone of a half wait for its partner."""
+        """Let a clone of a half wait for its partner. StreamError where there is no room for it."""
+        if self.room is not None:
+            if tensor.nbytes > self.room[0]:
+                raise StreamError(
+                    f"{name} cannot wait for its partner: too much waits already",
+                    found=f"{counted(tensor.nbytes, 'byte')}, room for {self.room[0]}",
+                    expected="weights and scales near each other",
+                    remedy=f"Send them nearer to each other, or raise {ROOM_FLAG}.",
+                )
+            self.room[0] -= tensor.nbytes
         self.waiting[half.key] = (half.role, name, tensor.clone())  # the source may reuse its buffer
         self.held += tensor.nbytes
         self.clones += 1
@@ -52,9 +67,16 @@ class Ledger:
 
     def release(self, key: str) -> torch.Tensor:
         """Give up the half that waits under this key, whose partner has come."""
+        tensor = self.drop(key)
+        self.pairs += 1
+        return tensor
+
+    def drop(self, key: str) -> torch.Tensor:
+        """Give up the half that waits under this key, which nothing is to be done with any more."""
         tensor = self.waiting.pop(key)[2]
         self.held -= tensor.nbytes
-        self.pairs += 1
+        if self.room is not None:
+            self.room[0] += tensor.nbytes
         return tensor
 
 
@@ -64,7 +86,8 @@ def pair(stream: Stream, classify: Classify, convert: Convert, ledger: Ledger | 
     Memory: at any time at most the unmatched halves (cloned, counted in `ledger.held`) and the one pair in conversion.
 
     Raises StreamError when a half arrives twice while its partner is missing, UnmatchedPairError at the end of the
-    stream when halves are left, listing all of them.
+    stream when halves are left, listing all of them. With an open ledger neither: a later half replaces an earlier one,
+    and halves wait for the next stream.
     """
     ledger = Ledger() if ledger is None else ledger
     for name, tensor in stream:
@@ -72,6 +95,9 @@ def pair(stream: Stream, classify: Classify, convert: Convert, ledger: Ledger | 
         if half is None:
             yield name, tensor
         elif half.key not in ledger.waiting:
+            ledger.keep(half, name, tensor)
+        elif ledger.waiting[half.key][0] == half.role and ledger.open:  # sent again: the last one counts, as elsewhere
+            ledger.drop(half.key)
             ledger.keep(half, name, tensor)
         elif ledger.waiting[half.key][0] == half.role:
             raise StreamError(
@@ -84,7 +110,21 @@ def pair(stream: Stream, classify: Classify, convert: Convert, ledger: Ledger | 
             partner = ledger.release(half.key)
             weight, scale = (tensor, partner) if half.role == "weight" else (partner, tensor)
             yield from convert(half.key, weight, scale)
-    _refuse_leftovers(ledger)
+    if not ledger.open:
+        _refuse_leftovers(ledger)
+
+
+def in_pairs(stream: Stream, classify: Classify, ledger: Ledger | None = None) -> Iterator[Named]:
+    """A weight and its scale one right after the other, both valid until the step after them; the rest passes.
+
+    For a writer that needs both at once. Their names are the key with `.weight` and `.scale`. Raises as `pair` does.
+    """
+
+    def both(module: str, weight: torch.Tensor, scale: torch.Tensor) -> Iterator[Named]:
+        yield f"{module}.weight", weight
+        yield f"{module}.scale", scale
+
+    return pair(stream, classify, both, ledger)
 
 
 def _refuse_leftovers(ledger: Ledger) -> None:

@@ -54,7 +54,11 @@ def respell_experts(stream: Stream) -> Iterator[Named]:
             yield f"{expert.module}.{leaf}", _reciprocal(name, tensor) if expert.leaf in RECIPROCALS else tensor
 
 
-def equal_pair_scales(stream: Stream, *, tensor_scale: bool) -> Iterator[Named]:
+PairScales = dict[tuple[str, str], tuple[str, float]]
+"""(expert, leaf) -> the projection (w1 or w3) whose scale waits to be compared with the other's, and its value."""
+
+
+def equal_pair_scales(stream: Stream, *, tensor_scale: bool, waiting: PairScales | None = None) -> Iterator[Named]:
     """Pass everything; StreamError where w1 and w3 of one expert differ in a scale that SGLang keeps once for both.
 
     That is `input_scale`, of which the last one written stays (srt/layers/moe/fused_moe_triton/layer.py:1420 of
@@ -62,18 +66,18 @@ def equal_pair_scales(stream: Stream, *, tensor_scale: bool) -> Iterator[Named]:
     (srt/layers/quantization/modelopt_quant.py:2747).
     """
     shared = SHARED_SCALES if tensor_scale else (INPUT_SCALE,)
-    waiting: dict[tuple[str, str], float] = {}
+    waiting = {} if waiting is None else waiting
     for name, tensor in stream:
         expert = expert_name(name)
         if expert is not None and expert.leaf in shared and expert.projection in GATE_AND_UP and not expert.is_shared:
             value = float(tensor)
             first = waiting.pop((expert.expert, expert.leaf), None)
-            if first is None:
-                waiting[expert.expert, expert.leaf] = value
-            elif first != value:
+            if first is None or first[0] == expert.projection:  # the same one again, in an update
+                waiting[expert.expert, expert.leaf] = expert.projection, value
+            elif first[1] != value:
                 raise StreamError(
                     f"{expert.expert}: w1 and w3 differ in {expert.leaf}",
-                    found=f"{first!r} and {value!r}",
+                    found=f"{first[1]!r} and {value!r}",
                     expected="one for both, since SGLang keeps one",
                     remedy=SHARED_SCALES[expert.leaf],
                 )

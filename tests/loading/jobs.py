@@ -144,7 +144,7 @@ def result(model: Any, keep: str = "") -> Loaded:
     from sglang_dsv4.models.loading.rank import digests
 
     kept = {name: array(value) for name, value in model.named_parameters() if keep and re.search(keep, name)}
-    report = model.load_report.as_json() if hasattr(model, "load_report") else {}
+    report = model.loader_state.report.as_json() if hasattr(model, "loader_state") else {}
     return Loaded(digests(model), report, kept)
 
 

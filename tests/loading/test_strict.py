@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import contextmanager
 from math import prod
 from unittest.mock import patch
 
@@ -153,29 +152,23 @@ UNWRITTEN = {
 
 def unwritten(job: jobs.Load, parameter: str, shard: str | int | None, expert: int | None) -> None:
     """A load in which one write of one parameter never happens: proof of writing is all that can tell."""
-    from sglang_dsv4.models.loading.proof import WriteProof
+    from sglang_dsv4.models.loading.writer import Writer
 
-    watching = WriteProof.watching
+    put = Writer._put
+    lost = []
 
-    @contextmanager
-    def forgetful(proof):
-        with watching(proof):
-            target = proof._model.get_parameter(f"model.layers.1.mlp.{parameter}")
-            slot = "_weight_loader" if hasattr(target, "_weight_loader") else "weight_loader"
-            proven = getattr(target, slot, None)
-            if proven is None:
-                raise LookupError(parameter)
+    def forgetful(writer, place, target, tensor):
+        number, projection = place.expert or (None, place.shard)
+        if (place.parameter, projection, number) == (f"model.layers.1.mlp.{parameter}", shard, expert):
+            lost.append(place)
+        else:
+            put(writer, place, target, tensor)
 
-            def lose(given, tensor, *arguments, **keywords):
-                place = keywords.get("shard_id", arguments[0] if arguments else None), keywords.get("expert_id")
-                if place != (shard, expert):
-                    proven(given, tensor, *arguments, **keywords)
-
-            setattr(target, slot, lose)
-            yield
-
-    with patch.object(WriteProof, "watching", forgetful):
-        jobs.load(job)
+    with patch.object(Writer, "_put", forgetful):
+        try:
+            jobs.load(job)
+        finally:
+            assert lost
 
 
 @pytest.mark.parametrize(("parameter", "lost"), UNWRITTEN.items(), ids=UNWRITTEN)

@@ -5,7 +5,7 @@ import pytest
 import shards
 from jobs import Load, Update
 
-from sglang_dsv4.errors import StreamError, UnmatchedPairError
+from sglang_dsv4.errors import UnmatchedPairError, UpdateError
 
 DEQUANT = {"SGLANG_DSV4_FP4_DEQUANT": "1"}
 CLASSES = {"target": "mtp", "nextn": "mtp", "dspark": "dspark"}
@@ -57,7 +57,7 @@ def put_back(load, update, bad):
     """A load, an update that fails, then a good one: the digests after each of the three."""
     with jobs.loaded(load) as model:
         found = [jobs.result(model).digests]
-        with pytest.raises(StreamError):
+        with pytest.raises(UpdateError):
             jobs.apply(bad, model)
         found.append(jobs.result(model).digests)
         jobs.apply(update, model)
@@ -121,42 +121,42 @@ def renamed(old, new):
 
 
 REFUSED = {
-    "an unknown name": (renamed("norm.weight", "norm.wait"), ("norm.wait",), StreamError, r"unexpected: norm\.wait"),
+    "an unknown name": (renamed("norm.weight", "norm.wait"), ("norm.wait",), UpdateError, r"unexpected: norm\.wait"),
     "a layer too many": (
         renamed("layers.1.attn_norm.weight", "layers.7.attn_norm.weight"),
         ("layers.7.attn_norm.weight",),
-        StreamError,
-        r"layers\.7\.attn_norm\.weight",
+        UpdateError,
+        r"unexpected: layers\.7\.attn_norm\.weight",
     ),
     "a wrong shape": (
         shards.alter("layers.0.attn.q_norm.weight", shape=(64, 2)),
         ("layers.0.attn.q_norm.weight",),
-        StreamError,
+        UpdateError,
         r"layers\.0\.attn\.q_norm\.weight: found shape \[64, 2\], expected \[128\]",
     ),
     "a wrong dtype": (
         shards.alter("layers.1.attn.wq_b.weight", dtype="I8"),
         ("layers.1.attn.wq_b.weight",),
-        StreamError,
-        "found int8; expected float8_e4m3fn",
+        UpdateError,
+        r"layers\.1\.attn\.wq_b\.weight: found dtype I8, expected F8_E4M3",
     ),
-    "a scale as numbers": (
-        shards.alter("layers.1.attn.wq_b.scale", dtype="U8"),
+    "a scale in another format": (
+        shards.alter("layers.1.attn.wq_b.scale", dtype="F8_E4M3"),
         ("layers.1.attn.wq_b.scale",),
-        StreamError,
-        "found uint8; expected float32",
+        UpdateError,
+        r"layers\.1\.attn\.wq_b\.scale: found dtype F8_E4M3, expected F8_E8M0",
     ),
     "a wo_a without its scale": (
         lambda files: None,
         ("layers.1.attn.wo_a.weight",),
         UnmatchedPairError,
-        r"layers\.1\.attn\.wo_a\.weight",
+        r"1 tensor still to come; found layers\.1\.attn\.wo_a\.scale",
     ),
     "a scale of a wo_a alone": (
         lambda files: None,
         ("layers.1.attn.wo_a.scale",),
         UnmatchedPairError,
-        r"layers\.1\.attn\.wo_a\.scale",
+        r"1 tensor still to come; found layers\.1\.attn\.wo_a\.weight",
     ),
 }
 
@@ -169,8 +169,9 @@ def test_an_update_is_checked(loader, made, tmp_path, change, names, error, mess
         loader.run(jobs.updated, load, [Update(str(other), names)])
 
 
-@pytest.mark.parametrize("half", ["weight", "scale"])
-def test_half_of_a_converted_expert_is_refused(loader, made, half):
-    load = job(made, "target", DEQUANT)
-    with pytest.raises(UnmatchedPairError, match=r"layers\.0\.ffn\.experts\.2\.w1"):
+@pytest.mark.parametrize("flags", [{}, DEQUANT], ids=["fp4", "dequant"])
+@pytest.mark.parametrize(("half", "rest"), [("weight", "scale"), ("scale", "weight")])
+def test_half_of_an_expert_is_refused(loader, made, half, rest, flags):
+    load = job(made, "target", flags)
+    with pytest.raises(UnmatchedPairError, match=rf"found layers\.0\.ffn\.experts\.2\.w1\.{rest}"):
         loader.run(jobs.updated, load, [Update(load.model, (f"layers.0.ffn.experts.2.w1.{half}",))])

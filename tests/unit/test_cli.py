@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_made_is_named(capsys, tmp_path):
     assert capsys.readouterr().err == f"sglang_dsv4: {tmp_path / 'file'}: Not a directory\n"
 
 
-@pytest.mark.parametrize("what", ["check", "load MODEL", "dequant"])
+@pytest.mark.parametrize("what", ["check", "load MODEL", "update MODEL", "dequant"])
 def test_a_benchmark_of_no_runs_is_a_usage_error(capsys, what):
     with pytest.raises(SystemExit) as ended:
         main(["bench", *what.split(), "--repeat", "0"])

@@ -15,7 +15,7 @@ OURS = {"_asdict", "_exit", "_sglang_dsv4", "_SubParsersAction", "_get_default_s
 MODULES = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))
-    if path.relative_to(PACKAGE).parts[0] in ("models", "decisions", "cli", "plugin.py")
+    if path.relative_to(PACKAGE).parts[0] in ("models", "updates", "decisions", "cli", "plugin.py")
 ]
 
 

@@ -109,6 +109,23 @@ def test_a_pair_that_shares_one_scale_must_have_one(leaf, marlin, second, refuse
         assert [name for name, _ in checked] == [name for name, _ in stream]
 
 
+def test_a_pair_is_compared_across_streams_and_never_with_itself():
+    waiting = {}
+
+    def send(projection, value):
+        stream = [(f"layers.0.ffn.experts.1.{projection}.input_scale", torch.tensor(value))]
+        return list(equal_pair_scales(iter(stream), tensor_scale=False, waiting=waiting))
+
+    send("w1", 0.25)
+    send("w1", 0.5)  # again, as a bucket is sent that failed
+    with pytest.raises(StreamError, match=r"found 0\.5 and 0\.25"):
+        send("w3", 0.25)
+    assert waiting == {}
+    send("w3", 0.5)
+    send("w1", 0.5)
+    assert waiting == {}
+
+
 STACK = "layers.2.ffn.experts"
 
 

@@ -62,6 +62,37 @@ def test_the_same_half_twice_is_an_error(role):
         list(pair(stream, by_suffix, joined))
 
 
+@pytest.mark.parametrize("role", ["weight", "scale"])
+def test_with_an_open_ledger_the_last_of_a_half_counts(role):
+    other = "scale" if role == "weight" else "weight"
+    ledger = Ledger(open=True, room=[16])
+    stream = [(f"a.{role}", number(5)), (f"a.{role}", number(2)), (f"a.{other}", number(3))]
+    passed = [(name, tensor.tolist()) for name, tensor in pair(poisoned(stream), by_suffix, joined, ledger)]
+    assert passed == [("a.joined", [6.0] * 4)]
+    assert (ledger.held, ledger.room, ledger.pairs, ledger.clones) == (0, [16], 1, 2)
+
+
+def test_with_an_open_ledger_halves_wait_for_the_next_stream():
+    ledger = Ledger(open=True)
+    assert list(pair(poisoned([("a.weight", number(2)), ("b.scale", number(4))]), by_suffix, joined, ledger)) == []
+    assert ledger.held == 32
+    assert [name for name, _ in pair([("a.scale", number(3))], by_suffix, joined, ledger)] == ["a.joined"]
+    assert ledger.drop("b").tolist() == [4.0] * 4
+    assert (ledger.held, ledger.pairs, ledger.waiting) == (0, 1, {})
+
+
+def test_ledgers_share_the_room_for_what_waits():
+    room = [24]
+    first, second = (Ledger(open=True, room=room) for _ in range(2))
+    list(pair([("a.weight", number(2))], by_suffix, joined, first))
+    with pytest.raises(StreamError, match=r"a\.scale cannot wait for its partner: too much waits already") as caught:
+        list(pair([("a.scale", number(2))], by_suffix, joined, second))
+    assert (caught.value.found, second.waiting, room) == ("16 bytes, room for 8", {}, [8])
+    assert "SGLANG_DSV4_PLUGIN_WAITING_BYTES" in caught.value.remedy
+    list(pair([("a.scale", number(2))], by_suffix, joined, first))
+    assert room == [24]
+
+
 def test_all_leftovers_are_listed_once_collapsed():
     stream = [(f"layers.{layer}.wo_a.weight", number(layer)) for layer in range(12)] + [("b.scale", number(1))]
     with pytest.raises(UnmatchedPairError) as caught:

@@ -138,7 +138,30 @@ def attach(model: Any) -> None:
         model.model.embed_tokens.weight, model.lm_head.weight = chosen
         served.mark_stale()
 
+    mark_after_other_writers()
     model.load_weights = load_and_mark
     model.set_embed_and_head = share_embedding_and_head
     model.forward = served
     model.logits_processor._get_logits = logits_as_given
+
+
+def mark_after_other_writers() -> None:
+    """Mark a reference stale where SGLang changes parameters past ``load_weights``: a direct update, and what prepares
+    weights for kernels at the end of one."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    def marking(write: Any) -> Any:
+        def write_and_mark(model: Any, *args: Any) -> Any:
+            written = write(model, *args)
+            if isinstance(model.forward, ReferenceForward):
+                model.forward.mark_stale()
+            return written
+
+        write_and_mark.marks = True  # type: ignore[attr-defined]
+        return write_and_mark
+
+    if hasattr(DefaultModelLoader.postprocess_weights, "marks"):
+        return
+    weight_updater._model_load_weights_direct = marking(weight_updater._model_load_weights_direct)
+    DefaultModelLoader.postprocess_weights = staticmethod(marking(DefaultModelLoader.postprocess_weights))

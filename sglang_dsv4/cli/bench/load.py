@@ -108,7 +108,7 @@ def loaded(args: argparse.Namespace, model_impl: str) -> tuple[float, int, int]:
     arguments = server_arguments(
         args.model, model_impl=model_impl, load_format=args.load_format, tp_size=args.tp_size, log_level="error"
     )
-    with _flags_kept(), parallel_context(arguments) as server_args:
+    with flags_kept(), parallel_context(arguments) as server_args:
         DefaultModelLoader.load_weights_and_postprocess = staticmethod(timed)
         try:
             model = load_model(server_args)
@@ -161,7 +161,7 @@ def rss_anon() -> int:
 
 
 @contextmanager
-def _flags_kept() -> Iterator[None]:
+def flags_kept() -> Iterator[None]:
     """SGLang writes flags back to the environment while it resolves arguments; every variant starts from the user's."""
     before = dict(os.environ)
     try:

@@ -6,9 +6,13 @@ one becomes the byte 0. So the pairs that mean what they should are listed, and 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from sglang_dsv4.checkpoint.formats import SCALE_SUFFIXES
 from sglang_dsv4.errors import DAMAGED_TENSOR, StreamError
+from sglang_dsv4.models.loading.readers import TORCH_DTYPES
 from sglang_dsv4.numerics.scales import scale_as
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,3 +57,37 @@ def _unchanged_integers(name: str, tensor: torch.Tensor, target: torch.dtype) ->
             remedy=DAMAGED_TENSOR,
         )
     return narrow
+
+
+LABELS = {name: label for label, name in TORCH_DTYPES.items()}
+"""torch's name of a dtype -> its safetensors label."""
+
+FLOAT_LABELS = ("BF16", "F32", "F16")
+
+_KINDS = {
+    **dict.fromkeys(FLOAT_LABELS, "float"),
+    **dict.fromkeys(("I8", "U8", "F4"), "byte"),
+    **dict.fromkeys(("I64", "I32"), "integer"),
+}
+"""Labels that stand for one another; every other label stands for itself."""
+
+
+@functools.cache
+def label_of(dtype: torch.dtype) -> str:
+    """The safetensors label of a dtype; torch's own name for one that has none."""
+    name = str(dtype).removeprefix("torch.")
+    return LABELS.get(name, name)
+
+
+def takes(leaf: str, given: str, stored: str, *, may_be_float: bool = False) -> bool:
+    """Whether an update may bring a tensor in this dtype (labels) where the checkpoint has it in another.
+
+    leaf: last part of its native name. may_be_float: whether SGLang holds the module in BF16, so that a weight that the
+    checkpoint quantised may come as it is.
+    """
+    here, there = _KINDS.get(given, given), _KINDS.get(stored, stored)
+    if here == there:
+        return True
+    if leaf in SCALE_SUFFIXES:  # an E8M0 scale may be spelled as its byte or as its value
+        return {here, there} <= {"F8_E8M0", "byte", "float"} and "F8_E8M0" in (given, stored)
+    return may_be_float and here == "float"

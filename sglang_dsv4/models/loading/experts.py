@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_dsv4.compat import ALL_EXPERTS_MARK
 
@@ -52,6 +52,29 @@ def experts_in_rows(layer: Any, parameter: Any) -> dict[int, int]:
         return {row: row for row in range(parameter.shape[0])}
     everyone = range(int(layer._num_global_routed + layer.num_fused_shared_experts))
     return {layer._map_global_expert_id_to_local_expert_id(number): number for number in everyone}
+
+
+class Placement(NamedTuple):
+    """Where EPLB has put copies of experts at one time. maps: of all layers, None where each expert has one place.
+    version: how often they were changed in place; None where torch does not count."""
+
+    maps: Any
+    version: int | None
+
+    @classmethod
+    def now(cls) -> Placement:
+        """As it is."""
+        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+        maps = get_global_expert_location_metadata()
+        if maps is None:
+            return cls(None, 0)
+        first = maps.physical_to_logical_map
+        return cls(maps, None if first.is_inference() else int(first._version))
+
+    def is_still(self, other: Placement) -> bool:
+        """Whether another reading is known to be of the same placement."""
+        return self.maps is other.maps and self.version is not None and self.version == other.version
 
 
 def _placement(layer: Any) -> Any:

@@ -6,11 +6,8 @@ attribute that all its readers look at, before a layer is created, makes it allo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sglang_dsv4.checkpoint.dialects import DIALECTS
-from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import Layout
 from sglang_dsv4.checkpoint.modules import ModelKind, VocabularyPart
 from sglang_dsv4.decisions.decide import Flags
@@ -125,18 +122,3 @@ def filled_without_us(kind: ModelKind) -> bool:
     arguments = get_server_args()
     draft = arguments.speculative_draft_load_format if kind != "target" else None
     return (draft or arguments.load_format) in WITHOUT_LOAD_WEIGHTS
-
-
-def vocabulary(path: str) -> tuple[Callable[[str], str], dict[str, tuple[int, ...]]]:
-    """How names become native, and native name -> shape of every tensor of the checkpoint that its dialect knows.
-
-    The checkpoint's own dialect goes first: several may know a name and mean different things. What none knows stays.
-    """
-    checkpoint = Checkpoint.open(path)
-    own = checkpoint.dialect
-
-    def to_native(name: str) -> str:
-        dialect = next((dialect for dialect in (own, *DIALECTS.values()) if dialect.knows(name)), None)
-        return name if dialect is None else dialect.to_native(name)
-
-    return to_native, {own.to_native(name): info.shape for name, info in checkpoint.tensors.items() if own.knows(name)}

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_dsv4.checkpoint.expert_names import expert_name
 from sglang_dsv4.checkpoint.modules import KINDS, ModuleKind
+from sglang_dsv4.checkpoint.names import split_indices
 from sglang_dsv4.decisions.fp4 import ExpertDecision
 from sglang_dsv4.models.loading.experts import kept_experts, leaves_of_all_experts
-from sglang_dsv4.models.loading.proof import loader_slot
 from sglang_dsv4.models.loading.wiring import Wiring, is_wo_a
 from sglang_dsv4.stream.select import Share
 from sglang_dsv4.stream.shard import Cut
 
 if TYPE_CHECKING:
     import torch
+
+    from sglang_dsv4.models.loading.known import Known
 
 DEFAULT_BLOCK = (128, 128)
 
@@ -39,7 +42,8 @@ class Plan:
     rank's part, of the modules whose tensors are cut before the conversion; they take them as already sharded. stored,
     held: width of an expert on disk and in SGLang; it holds more where the parts would not end on a block, the rest
     being zeros. heads: attention heads of the model. lends_head: whether the embedding fills the head's parameter too.
-    one_pair_scale: whether w1 and w3 of an NVFP4 expert have to share their tensor scale.
+    one_pair_scale: whether w1 and w3 of an NVFP4 expert have to share their tensor scale. keeps_wo_a: whether `wo_a`
+    stays FP8, from which SGLang derives what its kernel reads.
     """
 
     wiring: Wiring
@@ -55,6 +59,22 @@ class Plan:
     heads: int
     lends_head: bool
     one_pair_scale: bool
+    keeps_wo_a: bool
+
+    @property
+    def pairs_shared(self) -> bool:
+        """Whether SGLang turns a fused FP8 shared expert into FP4, for which it wants weight and scale together."""
+        return self.fuses_shared and self.experts.runs == "fp4"
+
+    @property
+    def cut_whole(self) -> frozenset[str]:
+        """Parameters that take a tensor we cut as it is."""
+        return frozenset(f"{path}.weight" for path in self.wo_a_parts)
+
+    @cached_property
+    def unquantised_places(self) -> frozenset[str]:
+        """`unquantised` without its indices: layers.*.attn.wo_a."""
+        return frozenset(split_indices(name)[0] for name in self.unquantised)
 
     @property
     def converts_experts(self) -> bool:
@@ -81,25 +101,27 @@ class Plan:
         return Cut(dim, part.rank * length, length)
 
 
-def make_plan(model: Any, wiring: Wiring) -> Plan:
+def make_plan(model: Any, wiring: Wiring, known: Known) -> Plan:
     """Read the plan off a built model, before any of its weights is loaded."""
     modules = dict(model.named_modules())
     block = block_of(model.quant_config)
-    stored, held = model.known.widths
-    share = _share(model, wiring, modules)
+    keeps_wo_a = bool(getattr(model, "wo_a_fp8", False))
+    stored, held = known.widths
+    share = _share(model, wiring, known, modules)
     return Plan(
         wiring=wiring,
         share=share,
-        experts=model.known.experts,
+        experts=known.experts,
         unquantised=frozenset(_unquantised(modules, wiring, share.layers)),
         block=block,
-        wo_a_parts={} if getattr(model, "wo_a_fp8", False) else _wo_a_parts(modules, block),
-        expert_parts=_expert_parts(modules) if model.known.experts.converts or stored != held else {},
+        wo_a_parts={} if keeps_wo_a else _wo_a_parts(modules, block),
+        expert_parts=_expert_parts(modules) if known.experts.converts or stored != held else {},
         stored=stored,
         held=held,
         fuses_shared=getattr(model, "num_fused_shared_experts", 0) > 0,
         heads=model.config.num_attention_heads,
-        one_pair_scale=model.known.experts.runs == "nvfp4" and _runs_marlin(),
+        one_pair_scale=known.experts.runs == "nvfp4" and _runs_marlin(),
+        keeps_wo_a=keeps_wo_a,
         lends_head=share.tied and share.last_stage and model.lm_head is not getattr(model.model, "embed_tokens", None),
     )
 
@@ -111,20 +133,14 @@ def _runs_marlin() -> bool:
 
 
 @contextmanager
-def taking_sharded(model: torch.nn.Module, plan: Plan) -> Iterator[None]:
-    """For the time of a load, tell the modules whose tensors we cut that they come as this rank's part.
+def taking_sharded(modules: Mapping[str, Any], plan: Plan) -> Iterator[None]:
+    """For the time of a load, tell the FusedMoE modules whose tensors we cut that they come as this rank's part.
 
-    SGLang's own flag for that, use_presharded_weights, is not enough: it still steps over the parts of the ranks before
-    this one in a FusedMoE that pads its buffers on a GPU (FusedMoE._load_w13, _load_w2), and in a linear on a CPU
-    (ColumnParallelLinear.weight_loader). So a FusedMoE takes them as the first rank, which has none to step over, and
-    `wo_a` is copied whole.
+    SGLang's own flag for that, use_presharded_weights, is not enough: one that pads its buffers on a GPU still steps
+    over the parts of the ranks before this one (FusedMoE._load_w13, _load_w2). As the first rank it has none to step
+    over, on any device.
     """
-    from sglang.srt.model_loader.weight_utils import default_weight_loader
-
-    modules = dict(model.named_modules())
-    wo_a: list[Any] = [modules[path].weight for path in plan.wo_a_parts]
     changes: list[tuple[Any, str, Any]] = [
-        *((parameter, loader_slot(parameter), default_weight_loader) for parameter in wo_a),
         *((modules[path], "use_presharded_weights", True) for path in plan.expert_parts),
         *((modules[path], "moe_tp_rank", 0) for path in plan.expert_parts),
     ]
@@ -149,7 +165,7 @@ def _width_of_one(stored: int, extent: int) -> int:
     return 1 << (-(-stored // extent) - 1).bit_length()
 
 
-def _share(model: Any, wiring: Wiring, modules: dict[str, torch.nn.Module]) -> Share:
+def _share(model: Any, wiring: Wiring, known: Known, modules: dict[str, torch.nn.Module]) -> Share:
     experts, of_all = {}, set[str]()
     for number in _layers(model, wiring):
         layer = f"{wiring.native}.{number}"
@@ -159,7 +175,7 @@ def _share(model: Any, wiring: Wiring, modules: dict[str, torch.nn.Module]) -> S
             experts[layer] = frozenset(kept)
             of_all |= leaves_of_all_experts(fused)
     stage = getattr(model, "pp_group", None) if wiring.kind == "target" else None
-    facts = model.known.facts
+    facts = known.facts
     return Share(
         kind=wiring.kind,
         layers=_layers(model, wiring),
@@ -167,7 +183,7 @@ def _share(model: Any, wiring: Wiring, modules: dict[str, torch.nn.Module]) -> S
         last_stage=stage is None or stage.is_last_rank,
         experts=experts,
         of_all_experts=frozenset(of_all),
-        own=model.known.own,
+        own=known.own,
         tied=wiring.kind == "target" and (facts.config.tie_word_embeddings or "head" not in facts.places),
         confidence=getattr(model, "confidence_head", None) is not None,
     )

@@ -113,12 +113,12 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         return hashlib.sha256(data.numpy().data).hexdigest()
 
-    plan = getattr(model, "loading_plan", None)
-    wiring = plan().wiring if plan is not None else None
-    parameters = sorted(model.named_parameters())
-    skipped = (name for name, _ in parameters if wiring is not None and may_stay_unwritten(model, name, wiring))
-    left_out = frozenset(skipped)
-    return {name: digest(value) for name, value in parameters if name not in left_out}
+    state: Any = getattr(model, "loader_state", None)
+    return {
+        name: digest(value)
+        for name, value in sorted(model.named_parameters())
+        if state is None or not may_stay_unwritten(name, state.wiring, state.known.own)
+    }
 
 
 def _device() -> str:

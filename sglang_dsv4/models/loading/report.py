@@ -44,6 +44,7 @@ class LoadReport:
     decisions: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
 
     def count(self, stream: Stream) -> Iterator[Named]:
         """Count what comes out of the source, and the time that reading it took."""

@@ -1,162 +1,295 @@
-"""One load of one model: the stages in order, the hand-over to upstream, and the proof at the end."""
+"""A session of updates: buckets of tensors in any order, judged before they are written, whole at the end."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_dsv4 import envs
-from sglang_dsv4.checkpoint.names import counted
-from sglang_dsv4.compat import RUNAI_MARK
-from sglang_dsv4.errors import PREFIX, IncompleteLoadError, NumericsError, StreamError
-from sglang_dsv4.models.loading.direct import DirectWriter, hidden_from_upstream
-from sglang_dsv4.models.loading.known import filled_without_us, model_path, vocabulary
-from sglang_dsv4.models.loading.peers import heard_by_all, peers_of
-from sglang_dsv4.models.loading.plan import Plan, make_plan, taking_sharded
-from sglang_dsv4.models.loading.proof import WriteProof
-from sglang_dsv4.models.loading.reload import stored_wo_a_scales
+from sglang_dsv4.checkpoint.expert_names import expert_name
+from sglang_dsv4.checkpoint.names import collapse, counted, is_draft, split_indices
+from sglang_dsv4.checkpoint.vocabulary import Units, Vocabulary
+from sglang_dsv4.errors import IncompleteLoadError, NumericsError, UnmatchedPairError, UpdateError
+from sglang_dsv4.models.loading.dtypes import FLOAT_LABELS, label_of, takes
+from sglang_dsv4.models.loading.fallbacks import STRAY_SCALE
+from sglang_dsv4.models.loading.pipeline import Ledgers
+from sglang_dsv4.models.loading.plan import Plan
+from sglang_dsv4.models.loading.proof import may_stay_unwritten, unwritten
+from sglang_dsv4.models.loading.readers import Lifetime
 from sglang_dsv4.models.loading.report import LoadReport
-from sglang_dsv4.models.loading.source import Source, take_pending
-from sglang_dsv4.models.loading.wiring import Wiring
-from sglang_dsv4.numerics.backend import cpu_threads
-from sglang_dsv4.stream.audit import audit, sound_scales
-from sglang_dsv4.stream.bounded import BoundedPool
-from sglang_dsv4.stream.expand import expand
-from sglang_dsv4.stream.experts import experts_to_fp8, shared_experts_in_pairs
-from sglang_dsv4.stream.fallbacks import tied_head
-from sglang_dsv4.stream.progress import progress
-from sglang_dsv4.stream.rename import rename
-from sglang_dsv4.stream.respell import equal_pair_scales, respell_experts
+from sglang_dsv4.numerics.scales import check_scale, scale_as
+from sglang_dsv4.stream.audit import SCALES
 from sglang_dsv4.stream.select import select
-from sglang_dsv4.stream.shard import shard
-from sglang_dsv4.stream.unstack import unstack
 
 if TYPE_CHECKING:
     import torch
 
+    from sglang_dsv4.checkpoint.modules import ModelKind
+    from sglang_dsv4.models.loading.state import LoaderState
     from sglang_dsv4.stream import Named, Stream
 
-logger = logging.getLogger(__name__)
+OTHER_MODEL = "belongs to another model of this server"
+
+SCALE_LABELS = frozenset({"F8_E8M0", "F8_E4M3", "U8", "I8", *FLOAT_LABELS})
+"""Dtypes that scales come in."""
+
+SHARED_TENSOR_SCALES = ("weight_scale_2", "weight_global_scale")
+"""Roles of an NVFP4 expert's scale of a whole tensor, where SGLang keeps one for w1 and w3."""
 
 
-def load(model: Any, weights: Stream, wiring: Wiring, upstream: Callable[[Stream], None]) -> LoadReport:
-    """Stream `weights` into `model`: stages, direct writes, the rest through `upstream` (its own load_weights).
+class Entry(NamedTuple):
+    """A tensor that an update brings, before its data is looked at: name as it was sent, dtype label, shape."""
 
-    The first load of a model, and any that comes from a whole checkpoint, must be complete; a weight update may bring a
-    part. Returns the report, which is also left on the model as `load_report`. Raises Dsv4Error subclasses.
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Session:
+    """Updates of one model from `begin` to `end`.
+
+    touched: parameters that were written. skipped: reason -> tensors that were passed over by rule. tensors: how many
+    came. lifetime: of what it is brought, "step" unless who opened it knows better.
     """
-    source = take_pending(model)  # first: what fails below must not leave it to a later update
-    plan = make_plan(model, wiring)
-    report = LoadReport(type(model).__name__, decisions=[plan.experts.describe()])
-    proof = WriteProof(model, wiring)
-    started = time.perf_counter()
-    peers = peers_of(wiring.kind)
-    with heard_by_all(peers):
-        stream = source.tensors(plan, peers, report) if source is not None else unplanned(weights, plan, report)
-        with ExitStack() as stack:
-            stack.enter_context(stored_wo_a_scales(model))
-            stack.enter_context(taking_sharded(model, plan))
-            pool = stack.enter_context(BoundedPool(cpu_threads(), envs.QUEUE_BYTES.get()))
-            stack.enter_context(proof.watching())
-            lifetime = source.lifetime if source is not None else "step"
-            writer = DirectWriter(
-                model,
-                wiring,
-                pool,
-                owned=lifetime != "step",
-                converted=plan.converts_experts,
-                paired=pairs_shared(plan),
+
+    def __init__(self, state: LoaderState) -> None:
+        self._state = state
+        self._units = Units(state.vocabulary, SHARED_TENSOR_SCALES if state.plan().one_pair_scale else ())
+        self._ledgers = Ledgers.of_session(envs.WAITING_BYTES.get())
+        self._before = state.written
+        state.written = {name: set() for name in state.parameters}
+        self.touched: set[str] = set()
+        self.skipped: Counter[str] = Counter()
+        self.tensors = 0
+        self.lifetime: Lifetime = "step"
+        self._lost: set[str] = set()
+        self._judged: Iterable[Named] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether a bucket ended in the middle of its writes, and has not come again."""
+        return bool(self._lost)
+
+    def take(self, weights: Stream, *, whole: bool = False) -> LoadReport:
+        """Write one bucket. A list is judged as a whole before its first write; of a stream, what does not fit is held
+        back and named at its end. Raises UpdateError, and what the stages raise.
+
+        whole: whether a list is refused that leaves a weight without its partner.
+        """
+        state = self._state
+        plan, report = state.plan(), state.new_report()
+        if isinstance(weights, Sequence):
+            if self._judged is not weights:
+                self.require_fitting(entries_of(weights), weights, plan)
+            self._judged = None
+            if whole:
+                self.require_pairs(entries_of(weights))
+        accepted: list[str] = []
+        stream = select(self.fitting(weights, plan, report, accepted), plan.share, report.skipped)
+        touched: set[str] = set()
+        try:
+            state.stream_in(stream, plan, report, self._ledgers, touched, self.lifetime)
+            self._lost.difference_update(accepted)
+        except Exception:
+            self._lost.update(accepted)  # some of them were not written, and which is known to no one
+            self._units.reopen(accepted)
+            raise
+        finally:
+            self.touched |= touched
+            self.skipped += report.skipped
+            state.derive(touched)
+        return state.keep(report)
+
+    def require_fitting(
+        self, entries: Iterable[Entry], tensors: Iterable[Named] = (), plan: Plan | None = None
+    ) -> None:
+        """UpdateError listing every tensor of a bucket that is not of this model, comes twice, has another shape or a
+        dtype that its parameter cannot take, or is a scale that holds no positive numbers. Nothing is written."""
+        vocabulary, plan = self._state.vocabulary, plan or self._state.plan()
+        faults = judge(entries, vocabulary, self._state.wiring.kind, plan)
+        faults += _unsound_scales(tensors, vocabulary, plan)
+        if faults:
+            raise UpdateError(
+                f"this update does not fit the model that is served ({type(self._state.model).__name__})",
+                found=faults[0],
+                expected="tensors of the checkpoint that the model was built from, in their shapes and dtypes",
+                remedy="Nothing of this call was written: correct it, and send it again.",
+                details=faults[1:],
             )
-            stack.enter_context(hidden_from_upstream(model, writer.parameters))
-            counted = progress(report.count(stream), report.planned, report.model)
-            rest = writer.take(stages(counted, plan, report))
-            with _naming_the_file(source):
-                upstream(consumed_at_once(rest, plan, mapped=lifetime == "mapped"))
-            report.in_flight_peak = pool.peak
-        if source is not None or not (hasattr(model, "load_report") or filled_without_us(wiring.kind)):
-            require_complete(model, proof)
-        if source is not None:
-            source.require_unchanged()
-            peers.exchange("loaded", None)
-    report.spend("total", time.perf_counter() - started)
-    model.load_report = report
-    for line in report.lines():
-        logger.info("%s%s", PREFIX, line)
-    return report
+        self._judged = tensors  # whoever judges for several models does not want it twice
+
+    def missing(self, entries: Iterable[Entry] = ()) -> list[str]:
+        """Native names that have to come before the session can end, after a bucket of `entries`: partners of what
+        came, what a bucket brought that failed, and what waits though its partner came (EPLB moved its expert)."""
+        units = self._units.copy()
+        come = set()
+        for entry in entries:
+            native = self._state.vocabulary.to_native(entry.name)
+            if not of_another(native, self._state.wiring.kind):
+                units.add(native, alone=comes_alone(native, entry.dtype))
+                come.add(native)
+        lacking = set(units.missing()) | (self._lost - come)
+        if not lacking and not come:
+            lacking = {name for ledger in self._ledgers.all for _, name, _ in ledger.waiting.values()}
+        return sorted(lacking)
+
+    def require_pairs(self, entries: Iterable[Entry] = ()) -> None:
+        """UnmatchedPairError where half of a weight has come, or comes with `entries`, and the rest does not."""
+        lacking = self.missing(entries)
+        if lacking:
+            raise UnmatchedPairError(
+                f"the update is not whole: {counted(len(lacking), 'tensor')} still to come",
+                found=collapse(lacking)[0],
+                expected="every quantised weight with its scales, and w1's input scale with w3's",
+                remedy="Send these tensors, and end the update again.",
+                details=collapse(lacking)[1:],
+            )
+
+    def require_whole(self) -> None:
+        """At the end: `require_pairs`; with SGLANG_DSV4_PLUGIN_WHOLE_UPDATES, IncompleteLoadError where a parameter was
+        not written."""
+        self.require_pairs()
+        holes = self._state.unwritten() if envs.WHOLE_UPDATES.get() else []
+        if holes:
+            raise IncompleteLoadError(
+                "the update does not write the whole model",
+                found=f"{counted(len(holes), 'kind')} of parameters that no tensor was written into",
+                expected=f"every parameter, since {envs.WHOLE_UPDATES.name}=1",
+                remedy="Send the rest, and end the update again.",
+                details=holes,
+            )
+
+    def close(self) -> None:
+        """Add what was written to what was ever written."""
+        for name, parts in self._before.items():
+            self._state.written[name] |= parts
+
+    def lines(self) -> list[str]:
+        """What the session did, in a few lines; last, what neither it nor a load before it has ever written."""
+        state = self._state
+        own = state.known.own
+        written = {name: parts | self._before[name] for name, parts in state.written.items()}
+        never = unwritten(state.parameters, state.modules, written, state.wiring, own)
+        expected = sum(not may_stay_unwritten(name, state.wiring, own) for name in state.parameters)
+        came = f"{type(state.model).__name__}: {counted(self.tensors, 'tensor')} came"
+        lines = [f"{came}, {len(self.touched)} of {counted(expected, 'parameter')} written"]
+        lines += [f"skipped {counted(count, 'tensor')}: {reason}" for reason, count in sorted(self.skipped.items())]
+        return lines + [f"never written: {line}" for line in never]
+
+    def fitting(self, weights: Stream, plan: Plan, report: LoadReport, accepted: list[str]) -> Iterator[Named]:
+        """The bucket by native names, which are added to `accepted`: only what is this model's and fits.
+
+        A list has been judged.
+        """
+        vocabulary, kind, judged = self._state.vocabulary, self._state.wiring.kind, isinstance(weights, Sequence)
+        faults: list[str] = []
+        seen: set[str] = set()
+        for name, tensor in weights:
+            self.tensors += 1
+            if of_another(name, kind):
+                report.skipped[OTHER_MODEL] += 1
+                continue
+            native, dtype = vocabulary.to_native(name), label_of(tensor.dtype)
+            if not judged:
+                fault = _fault(Entry(name, dtype, tuple(tensor.shape)), native, seen, vocabulary, plan)
+                if fault is not None:
+                    faults.append(fault)
+                    continue
+            alone = comes_alone(native, dtype)
+            if not self._units.add(native, alone=alone):
+                report.skipped[STRAY_SCALE] += 1
+                continue
+            if alone:
+                self._ledgers.forget(native.removesuffix(".weight"))
+            accepted.append(native)
+            yield native, _as_e8m0(native, tensor, vocabulary, plan)
+        if faults:
+            raise UpdateError(
+                "tensors of this update do not fit the model that is served",
+                found=faults[0],
+                expected="tensors of the checkpoint that the model was built from, in their shapes and dtypes",
+                remedy="The other tensors of this call were written. Send the whole update again.",
+                details=faults[1:],
+            )
 
 
-@contextmanager
-def _naming_the_file(source: Source | None) -> Iterator[None]:
-    """What is wrong with a tensor names the file that it, or its partner, came from."""
-    try:
-        yield
-    except (NumericsError, StreamError) as error:
-        if source is not None and source.reading is not None:
-            error.in_file(source.checkpoint.storage.locate(source.reading.shard))
-        raise
+def judge(entries: Iterable[Entry], vocabulary: Vocabulary, kind: ModelKind, plan: Plan) -> list[str]:
+    """Everything that is wrong with the tensors of a bucket, from their names, dtypes and shapes; a line each.
 
-
-def unplanned(weights: Stream, plan: Plan, report: LoadReport) -> Stream:
-    """A stream whose headers we have not read (a weight update, another load format): renamed, audited, selected."""
-    to_native, shapes = vocabulary(model_path(plan.wiring.kind))
-    return select(audit(rename(weights, to_native), shapes), plan.share, report.skipped)
-
-
-def stages(stream: Stream, plan: Plan, report: LoadReport) -> Stream:
-    """The pipeline of this load, as a lazy stream of native names: one form for all, cut, convert."""
-    share = plan.share
-    if plan.lends_head:
-        stream = tied_head(stream, keep_embedding=share.first_stage)
-    stream = respell_experts(unstack(stream, lambda name: share.reason_to_skip(name) is None, report.stacks))
-    stream = equal_pair_scales(stream, tensor_scale=plan.one_pair_scale)
-    stream = shard(stream, plan.cut)
-    stream = expand(stream, plan.unquantised.__contains__, plan.block, report.expanded)
-    if plan.converts_experts:
-        stream = experts_to_fp8(
-            stream,
-            plan.block,
-            rounding=envs.FP4_ROUNDING.get(),
-            report=report.rounding.__setitem__,
-            ledger=report.experts,
-        )
-    stream = sound_scales(stream)
-    if pairs_shared(plan):
-        stream = shared_experts_in_pairs(stream, report.shared)
-    return stream
-
-
-def pairs_shared(plan: Plan) -> bool:
-    """Whether SGLang turns a fused FP8 shared expert into FP4, for which it wants weight and scale together."""
-    return plan.fuses_shared and plan.experts.runs == "fp4"
-
-
-def consumed_at_once(stream: Stream, plan: Plan, *, mapped: bool) -> Iterator[Named]:
-    """Mark tensors so that upstream neither queues them nor keeps them uncopied.
-
-    Views of a mapped file may wait in its unbounded queue: they hold no memory of ours. What we expanded or filled up
-    with zeros does.
+    The answer is the same on every rank: it rests on the checkpoint, not on what a rank keeps of it.
     """
-    for name, tensor in stream:
-        if not mapped or plan.stored != plan.held or name.rpartition(".")[0] in plan.unquantised:
-            setattr(tensor, RUNAI_MARK, True)
-        yield name, tensor
+    seen: set[str] = set()
+    faults: list[str] = []
+    for entry in entries:
+        if not of_another(entry.name, kind):
+            fault = _fault(entry, vocabulary.to_native(entry.name), seen, vocabulary, plan)
+            if fault is not None:
+                faults.append(fault)
+    return faults
 
 
-def require_complete(model: torch.nn.Module, proof: WriteProof) -> None:
-    """IncompleteLoadError listing every parameter, or part of one, that nothing was written into; a warning for each
-    where strictness is off."""
-    holes = proof.missing()
-    if not envs.STRICT.get():
-        for hole in holes:
-            logger.warning("%s%s=0 lets this pass: nothing was written into %s", PREFIX, envs.STRICT.name, hole)
-    elif holes:
-        raise IncompleteLoadError(
-            f"{type(model).__name__} was not loaded completely",
-            found=f"{counted(len(holes), 'kind')} of parameters that no tensor was written into",
-            expected="every parameter written by the checkpoint",
-            remedy="The checkpoint lacks these tensors: run `sglang-dsv4 check` on it.",
-            details=holes,
-        )
+def of_another(name: str, kind: ModelKind) -> bool:
+    """Whether a tensor, in any dialect, is of the other half of a checkpoint: a draft's for the target, the target's
+    for a draft."""
+    return is_draft(name) != (kind != "target")
+
+
+def comes_alone(native: str, dtype: str) -> bool:
+    """Whether a tensor needs no scale: a weight that is sent unquantised."""
+    return native.endswith(".weight") and dtype in FLOAT_LABELS
+
+
+def entries_of(tensors: Iterable[Named]) -> list[Entry]:
+    """What is to be judged of tensors that are at hand."""
+    return [Entry(name, label_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors]
+
+
+def _fault(entry: Entry, native: str, seen: set[str], vocabulary: Vocabulary, plan: Plan) -> str | None:
+    stored = vocabulary.tensors.get(native)
+    if stored is None:
+        return f"unexpected: {entry.name}"
+    if native in seen:
+        return f"twice: {entry.name}"
+    seen.add(native)
+    if entry.shape != stored.shape:
+        return f"wrong: {entry.name}: found shape {list(entry.shape)}, expected {list(stored.shape)}"
+    if entry.dtype == stored.dtype:
+        return None
+    module, _, leaf = native.rpartition(".")
+    free = split_indices(module)[0] in plan.unquantised_places
+    if not takes(leaf, entry.dtype, stored.dtype, may_be_float=free):
+        return f"wrong: {entry.name}: found dtype {entry.dtype}, expected {stored.dtype}"
+    return None
+
+
+def _unsound_scales(tensors: Iterable[Named], vocabulary: Vocabulary, plan: Plan) -> list[str]:
+    """A line for every scale that is NaN, infinite or negative somewhere, or that E8M0 cannot hold and has to."""
+    faults = []
+    for name, tensor in tensors:
+        native = vocabulary.to_native(name)
+        if native.rpartition(".")[2] in SCALES and label_of(tensor.dtype) in SCALE_LABELS:
+            try:
+                check_scale(_as_e8m0(native, tensor.detach(), vocabulary, plan), name=name)
+            except NumericsError as error:
+                faults.append(f"wrong: {error.headline()}")
+    return faults
+
+
+def _as_e8m0(native: str, tensor: torch.Tensor, vocabulary: Vocabulary, plan: Plan) -> torch.Tensor:
+    """A scale that the checkpoint has in E8M0 and the update as bytes or, of a packed FP4 expert, as values: as E8M0.
+
+    Any other tensor as it is. NumericsError for values that are no powers of two.
+    """
+    import torch
+
+    stored = vocabulary.tensors.get(native)
+    if tensor.dtype == torch.float8_e8m0fnu or stored is None or stored.dtype != "F8_E8M0":
+        return tensor
+    if tensor.element_size() == 1:
+        return tensor.view(torch.float8_e8m0fnu)
+    expert = expert_name(native)
+    packed = plan.experts.runs == "fp4" or plan.converts_experts
+    if packed and expert is not None and not expert.is_shared:
+        return scale_as(tensor, torch.float8_e8m0fnu, name=native)
+    return tensor

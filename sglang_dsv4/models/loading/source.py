@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.expected import NAMES, compare
@@ -20,10 +20,9 @@ from sglang_dsv4.checkpoint.index import Checkpoint
 from sglang_dsv4.checkpoint.layout import detect_layout
 from sglang_dsv4.checkpoint.names import collapse, counted, is_draft
 from sglang_dsv4.checkpoint.view import NativeView
-from sglang_dsv4.errors import PREFIX, Dsv4Error, StorageError
+from sglang_dsv4.errors import PREFIX, Dsv4Error, NumericsError, StorageError, StreamError
 from sglang_dsv4.models.loading.agreement import Agreement, agree, require_one_list
 from sglang_dsv4.models.loading.fallbacks import STRAY_SCALE, absent_sinks_of, fallback_lines, stray_scales
-from sglang_dsv4.models.loading.known import Known
 from sglang_dsv4.models.loading.peers import GRACE, LEAVING, Peers, heard_by_all, peers_of
 from sglang_dsv4.models.loading.readers import Lifetime, LocalReader, Reader, StreamerReader
 from sglang_dsv4.models.loading.report import LoadReport
@@ -39,16 +38,6 @@ UNKNOWN_NAME = "a name that no dialect knows"
 
 PENDING = "_dsv4_source"
 """Attribute of a model between the moment its loader asks for weights and its load_weights."""
-
-
-class Loadable(Protocol):
-    """A model class of ours: it can say what it will load before it loads."""
-
-    known: Known
-
-    def loading_plan(self) -> Plan:
-        """What a load of this model does, decided anew from how it is built."""
-        ...
 
 
 class Source:
@@ -95,6 +84,16 @@ class Source:
         report.planned = len(wanted)
         delivered = self._delivered(agreement, set(wanted), peers)
         return absent_sinks(((native[name], tensor) for name, tensor in delivered), sinks, plan.heads)
+
+    @contextmanager
+    def naming_the_file(self) -> Iterator[None]:
+        """What is wrong with a tensor names the file that it, or its partner, came from."""
+        try:
+            yield
+        except (NumericsError, StreamError) as error:
+            if self.reading is not None:
+                error.in_file(self.checkpoint.storage.locate(self.reading.shard))
+            raise
 
     def require_unchanged(self) -> None:
         """StorageError when a shard that was read is no longer the file whose header was read."""
@@ -169,7 +168,7 @@ def take_pending(model: Any) -> Source | None:
 
 def open_local(original: Callable[..., Iterator], loader: Any, model_config: Any, model: Any) -> Iterator:
     """AROUND DefaultModelLoader._get_all_weights: memory-mapped (or plain) reads of local safetensors files."""
-    if not hasattr(model, "loading_plan"):
+    if not hasattr(model, "loader_state"):
         return original(loader, model_config, model)
     path = getattr(model_config, "model_weights", None) or model_config.model_path
     overrides = getattr(model, "allow_patterns_overrides", None)
@@ -189,7 +188,7 @@ def open_local(original: Callable[..., Iterator], loader: Any, model_config: Any
 
 def open_streamed(original: Callable[..., Iterator], loader: Any, model_config: Any, model: Any) -> Iterator:
     """AROUND RunaiModelStreamerLoader._get_all_weights: local files or object storage through the RunAI streamer."""
-    if not hasattr(model, "loading_plan"):
+    if not hasattr(model, "loader_state"):
         return original(loader, model_config, model)
     path = getattr(model_config, "model_weights", None) or model_config.model_path
     with _heard(model, path):
@@ -197,7 +196,7 @@ def open_streamed(original: Callable[..., Iterator], loader: Any, model_config: 
     return _leave(model, folder, StreamerReader(folder, distributed=bool(loader._is_distributed)))
 
 
-def _leave(model: Loadable, folder: str, reader: Reader) -> Iterator:
+def _leave(model: Any, folder: str, reader: Reader) -> Iterator:
     with _heard(model, folder):
         setattr(model, PENDING, Source(Checkpoint.open(folder), reader))
     return iter(())  # what load_weights is handed; it finds the source on the model
@@ -206,7 +205,7 @@ def _leave(model: Loadable, folder: str, reader: Reader) -> Iterator:
 @contextmanager
 def _heard(model: Any, path: str) -> Iterator[None]:
     """Let the other ranks hear what goes wrong; SGLang's own errors about files become StorageError."""
-    with heard_by_all(peers_of(model.known.kind)):
+    with heard_by_all(peers_of(model.loader_state.wiring.kind)):
         try:
             yield
         except Dsv4Error:

@@ -29,6 +29,12 @@ FUSED = {
 }
 """Last parts of a native linear -> the module that holds it, where SGLang fuses two or names it otherwise."""
 
+FUSED_ROWS = {"wqkv_a": ("wq_a", "wkv"), "wkv_gate": ("wkv", "wgate")}
+"""Module that holds two native linears one above the other -> these, from the top."""
+
+STACKED_SHARDS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+"""SGLang's names of w1 and w3 of a dense MLP -> the module that takes both, and as which of its matrices."""
+
 BESIDE_THE_DECODER = {"e_proj": "model.e_proj", "h_proj": "model.h_proj"}
 """NextN's two projections -> their modules, one level above its layer."""
 
