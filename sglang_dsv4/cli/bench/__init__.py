@@ -6,7 +6,7 @@ import argparse
 import importlib
 
 # One module a benchmark; each exports add_parser(subparsers), which sets `run`. Nothing heavy is imported by these.
-BENCHMARKS = ("dequant", "load", "check")
+BENCHMARKS = ("dequant", "load", "check", "update")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
