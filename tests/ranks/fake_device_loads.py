@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -91,16 +91,16 @@ def load_planted(job: Faked, plant: str) -> Seen:
     padded buffers), cut for another rank, or laid out for another runner."""
     from sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe import Mxfp4FlashinferCutlassMoEMethod
 
-    from sglang_dsv4.models.loading import session
+    from sglang_dsv4.models.loading import writer
     from sglang_dsv4.models.loading.plan import Plan
 
-    cut, taking_sharded = Plan.cut, session.taking_sharded
+    cut, taking_sharded = Plan.cut, writer.taking_sharded
 
     @contextmanager
-    def stepping_over(model: Any, plan: Plan) -> Iterator[None]:
-        with taking_sharded(model, plan):
+    def stepping_over(modules: Mapping[str, Any], plan: Plan) -> Iterator[None]:
+        with taking_sharded(modules, plan):
             for path, part in plan.expert_parts.items():
-                model.get_submodule(path).moe_tp_rank = part.rank
+                modules[path].moe_tp_rank = part.rank
             yield
 
     def anothers(self: Plan, name: str, tensor: Any) -> Any:
@@ -108,7 +108,7 @@ def load_planted(job: Faked, plant: str) -> Seen:
         return cut(replace(self, expert_parts=others), name, tensor)
 
     exchanged = {
-        "steps over the ranks before": (session, "taking_sharded", stepping_over),
+        "steps over the ranks before": (writer, "taking_sharded", stepping_over),
         "another rank's part": (Plan, "cut", anothers),
         "w1 above w3": (Mxfp4FlashinferCutlassMoEMethod, "load_up_proj_weight_first", False),
     }
@@ -131,7 +131,7 @@ def _seen(job: Faked, model: Any) -> Seen:
         method=type(experts.quant_method).__name__,
         runs=experts.runner_backend.value,
         padded=experts.use_padded_loading,
-        presharded=bool(model.loading_plan().expert_parts),
+        presharded=bool(model.loader_state.plan().expert_parts),
         dtypes=(weight_dtype, scale_dtype),
         width=experts.w13_weight.shape[1] // 2,
         slots=len(experts.w13_weight),

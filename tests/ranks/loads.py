@@ -92,7 +92,7 @@ def held(model: Any, keep: str) -> Part:
     from sglang_dsv4.models.loading.rank import digests
 
     kept = {name: parameter(value) for name, value in model.named_parameters() if keep and re.search(keep, name)}
-    report = model.load_report.as_json() if hasattr(model, "load_report") else {}
+    report = model.loader_state.report.as_json() if hasattr(model, "loader_state") else {}
     return Part(digests(model), kept, report)
 
 

@@ -46,7 +46,7 @@ def nvfp4_as_on_a_gpu() -> Iterator[None]:
 
     with (
         patch.object(Decision, "raise_if_refused", lambda self: None),
-        patch.object(DefaultModelLoader, "postprocess_weights", staticmethod(lambda model, device: None)),
+        patch.object(DefaultModelLoader, "postprocess_weights", staticmethod(lambda model, target_device: None)),
         patch.object(plan, "_runs_marlin", lambda: False),
     ):
         yield

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -51,8 +52,19 @@ def orders(pairs):
     return [poisoned((name, pairs[name]) for name in order) for order in (names, scales, weights, names[::-1])]
 
 
+@contextmanager
+def only_new_objects():
+    """For the time of a block, let `live_bytes` see what is made in it: a process that imported SGLang holds millions
+    of objects."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def live_bytes():
-    """Bytes of the storages of all tensors that are alive in this process."""
+    """Bytes of the storages of all tensors that are alive in this process, frozen ones aside."""
     storages = {}
     for thing in gc.get_objects():
         if type(thing) is torch.Tensor:

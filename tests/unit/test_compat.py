@@ -10,7 +10,7 @@ from sglang_dsv4 import compat
 PACKAGE = Path(__file__).parents[2] / "sglang_dsv4"
 TARGETS = {seam.target for seam in compat.SEAMS}
 PRIVATE = {target.rpartition(".")[2] for target in TARGETS if target.rpartition(".")[2].startswith("_")}
-OURS = {"_asdict", "_exit", "_sglang_dsv4", "_SubParsersAction", "_get_default_store"}
+OURS = {"_asdict", "_exit", "_sglang_dsv4", "_SubParsersAction", "_get_default_store", "_version"}
 """Private names that are our own, Python's, argparse's or torch's."""
 MODULES = [
     path

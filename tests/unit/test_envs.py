@@ -13,6 +13,7 @@ import sglang_source
 
 from sglang_dsv4 import envs
 from sglang_dsv4.errors import FlagError
+from sglang_dsv4.spelling import edit_distance
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +186,7 @@ def test_all_faults_are_reported_together():
     [("", "", 0), ("abc", "abc", 0), ("abc", "acb", 1), ("abc", "ab", 1), ("kitten", "sitting", 3), ("", "xyz", 3)],
 )
 def test_edit_distance(one, other, steps):
-    assert envs.edit_distance(one, other) == envs.edit_distance(other, one) == steps
+    assert edit_distance(one, other) == edit_distance(other, one) == steps
 
 
 def test_the_table_names_every_flag_once():

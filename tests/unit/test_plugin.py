@@ -57,7 +57,7 @@ def test_importing_the_package_imports_neither_torch_nor_sglang():
     assert found == []
 
 
-def test_register_unasked_imports_one_small_module_and_changes_no_function():
+def test_register_unasked_imports_a_few_small_modules_and_changes_no_function():
     """Beyond what SGLang's plugin loader has: its own table of resolution hooks, and what register() needs of ours."""
     found = last_line(
         python(
@@ -78,9 +78,11 @@ print(json.dumps([new, sorted(HookRegistry._hooks)]))
             "sglang.srt.arg_groups.resolution_hooks",
             "sglang_dsv4",
             "sglang_dsv4.compat",
+            "sglang_dsv4.compat_updates",
             "sglang_dsv4.envs",
             "sglang_dsv4.errors",
             "sglang_dsv4.plugin",
+            "sglang_dsv4.spelling",
         ],
         [],
     ]
