@@ -57,10 +57,6 @@ OVERRIDABLE_STEPS = "sglang.srt.arg_groups.resolution_hooks._OVERRIDABLE_HOOKS"
 HOOK_REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
 NEVER = "as long as the package lives outside SGLang"
 
-RUNAI_MARK = "_sglang_runai_streamer_tensor"
-"""Attribute of a tensor that SGLang copies before the next one comes, and clones where it keeps half of a pair: the
-value of weight_utils.RUNAI_STREAMER_TENSOR_ATTR, read by should_async_load."""
-
 ALL_EXPERTS_MARK = "_sglang_require_global_experts"
 """Attribute of a parameter of a FusedMoE that has a row for every expert of all ranks: FusedMoE.weight_loader reads it,
 ModelOptNvFp4FusedMoEMethod.create_weights sets it."""
@@ -77,7 +73,6 @@ _USES: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
     ("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "source"), "sets options of a launch"),
     (f"{_LOADER}.loader.RunaiModelStreamerLoader._prepare_weights", ("self", "model_name_or_path"), "finds the files"),
     (f"{_LOADER}.loader.DefaultModelLoader._prepare_weights", ("self", "model_name_or_path"), "finds the files"),
-    (f"{_LOADER}.utils.should_async_load", ("weight",), "copies at once what bears RUNAI_MARK"),
     (f"{_LOADER}.weight_utils.default_weight_loader", ("param", "loaded_weight"), "writes a parameter without its own"),
     ("sglang.srt.layers.linear.get_group_rank_size", ("group",), "this rank's part of wo_a"),
     (f"{_MOE}.get_moe_runner_backend", (), "Marlin keeps one tensor scale for w1 and w3"),
@@ -92,12 +87,20 @@ _USES: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
 """Rows of kind `uses`: target, leading parameters, why. They stay as long as the package lives outside SGLang."""
 
 _READS: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
-    (f"{_TARGET}.load_weights", ("self", "weights", "is_nextn"), "takes what our stream does not write itself"),
-    (f"{_TARGET}.post_load_weights", ("self",), "replaces FP8 wo_a scales; a second load puts them back first"),
+    (f"{_TARGET}.load_weights", ("self", "weights", "is_nextn"), "ours stands in its place"),
+    (f"{_TARGET}.post_load_weights", ("self",), "ends an initial load"),
+    (f"{_TARGET}._prewarm_mhc_kernels", ("self",), "the same"),
+    (
+        f"{_TARGET}._setup_fp8_wo_a_scales",
+        ("self", "is_nextn"),
+        "replaces FP8 wo_a scales, also of one layer",
+    ),
+    (f"{_TARGET}.remap_weight_name_to_dpsk_hf_format", ("name", "is_nextn", "num_hidden_layers"), "its module paths"),
     (f"{_TARGET}.set_embed_and_head", ("self", "embed", "head"), "NextN: a draft's own embedding and head stay"),
     (f"{_TARGET}.pp_group", None, "first and last pipeline stage"),
     (f"{_MODELS}.deepseek_v4_nextn.DeepseekV4ForCausalLMNextN.load_weights", ("self", "weights"), "the same for NextN"),
     (f"{_DSPARK}.load_weights", ("self", "weights"), "the same for DSpark"),
+    (f"{_DSPARK}._remap_dspark_weight_name", ("self", "name"), "SGLang's names of a DSpark draft"),
     (f"{_DSPARK}.attach_shared_modules", ("self", "embed_tokens", "lm_head"), "a draft's own embedding and head stay"),
     (f"{_DSPARK}.uses_own_vocab_modules", None, "makes SGLang build a draft's own embedding and head"),
     (f"{_DSPARK}.num_stages", None, "how many stages are built"),
@@ -110,10 +113,8 @@ _READS: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
         ("self", "layer"),
         "makes parameters that bear ALL_EXPERTS_MARK",
     ),
-    ("sglang.srt.layers.parameter.BasevLLMParameter._weight_loader", None, "what its read-only property shows"),
     ("sglang.srt.layers.quantization.fp8.Fp8Config.is_fp4_experts", None, "what FusedMoE allocates"),
     (f"{_LOADER}.loader.RunaiModelStreamerLoader._is_distributed", None, "whether ranks share one read"),
-    (f"{_LOADER}.weight_utils.RUNAI_STREAMER_TENSOR_ATTR", None, "holds RUNAI_MARK"),
     ("sglang.srt.utils.common.get_device", (), "where the model is built"),
     ("sglang.srt.utils.common.is_cuda_alike", (), "whether a distributed read goes to the GPU"),
     # The rest serves `load` and `bench`, which run without a server.

@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -140,7 +140,7 @@ QUEUE_BYTES = Flag(
     "SGLANG_DSV4_PLUGIN_QUEUE_BYTES",
     "bytes",
     256 << 20,
-    "most bytes of host tensors that may wait in SGLang's asynchronous loading (KiB, MiB, GiB)",
+    "most bytes of tensors whose copies may wait for another thread (KiB, MiB, GiB)",
 )
 WAITING_BYTES = Flag(
     "SGLANG_DSV4_PLUGIN_WAITING_BYTES",

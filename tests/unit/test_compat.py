@@ -61,15 +61,3 @@ def test_no_row_stands_twice_and_none_is_without_a_reason():
     assert len(TARGETS) == len(compat.SEAMS)
     assert all(seam.why and seam.until for seam in compat.SEAMS)
     assert all(bool(seam.handler) == (seam.kind in ("after", "around", "step")) for seam in compat.SEAMS)
-
-
-def test_the_mark_is_the_one_that_sglang_looks_for():
-    from sglang.srt.model_loader.utils import should_async_load
-    from sglang.srt.model_loader.weight_utils import RUNAI_STREAMER_TENSOR_ATTR
-    from torch import zeros
-
-    assert compat.RUNAI_MARK == RUNAI_STREAMER_TENSOR_ATTR
-    tensor = zeros(1)
-    assert should_async_load(tensor)
-    setattr(tensor, compat.RUNAI_MARK, True)
-    assert not should_async_load(tensor)

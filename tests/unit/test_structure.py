@@ -11,7 +11,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Room -> rooms it may import. The package's own modules (errors, envs, ...) are rooms of their own.
 MAY_IMPORT = {
     "errors": set(),
-    "envs": {"errors"},
+    "spelling": set(),
+    "envs": {"errors", "spelling"},
     "checkpoint": {"errors", "envs"},
     "numerics": {"errors", "envs"},
     "stream": {"checkpoint", "numerics", "errors", "envs"},
@@ -24,7 +25,7 @@ MAY_IMPORT = {
     "cli": {"models", "decisions", "checkpoint", "numerics", "stream", "plugin", "compat", "errors", "envs"},
     "__main__": {"cli"},
 }
-WITHOUT_SGLANG = ("checkpoint", "numerics", "stream", "errors", "envs")
+WITHOUT_SGLANG = ("checkpoint", "numerics", "stream", "errors", "envs", "spelling")
 
 
 def room(path: Path) -> str:

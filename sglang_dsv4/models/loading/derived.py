@@ -7,6 +7,7 @@ captured CUDA graph reads that and no other, and where making it changes the wei
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -50,19 +51,46 @@ def derive_touched(state: LoaderState, touched: set[str]) -> None:
     for scale in state.stored:
         if scale.rpartition(".")[0] in owners:
             _derive_wo_a(state, scale)
+    for path, refresh in _refreshes(touched):
+        _refresh(state.modules.get(path), refresh)
+
+
+def _refreshes(touched: Iterable[str]) -> set[tuple[str, str]]:
+    """(module, its method) of what SGLang keeps beside parameters: sinks of this rank's heads, norms and
+    hyper-connections in the forms that fused kernels read."""
+    found = set()
     for name in touched:
         owner, _, leaf = name.rpartition(".")
         if leaf == "attn_sink":
-            _call(state.modules.get(owner), "refresh_attn_sink_cache")
+            found.add((owner, "refresh_attn_sink_cache"))
         elif owner.endswith(("input_layernorm", "post_attention_layernorm")):
-            _call(state.modules.get(owner.rpartition(".")[0]), "refresh_mhc_norm_weight_cache")
+            found.add((owner.rpartition(".")[0], "refresh_mhc_norm_weight_cache"))
+        elif leaf.startswith("hc_"):
+            found.add((owner, "refresh_mhc_norm_weight_cache"))
+    return found
 
 
-def _call(module: Any, method: str) -> None:
-    """A refresh that not every release and class has."""
+def _refresh(module: Any, method: str) -> None:
+    """Call what not every release and class has; what it makes anew goes into the memory of what was there."""
     refresh = getattr(module, method, None)
-    if refresh is not None:
-        refresh()
+    if refresh is None:
+        return
+    before = dict(vars(module))
+    refresh()
+    for name, value in before.items():
+        if name in vars(module):
+            vars(module)[name] = _kept(vars(module)[name], value)
+
+
+def _kept(made: Any, before: Any) -> Any:
+    """A tensor, or each of a tuple of them, in the memory of the one before it; anything else as it is."""
+    import torch
+
+    if isinstance(made, torch.Tensor) and isinstance(before, torch.Tensor):
+        return _moved(made, before)
+    if type(made) is tuple and type(before) is tuple and len(made) == len(before):
+        return tuple(map(_kept, made, before))
+    return made
 
 
 def _derive_wo_a(state: LoaderState, name: str) -> None:
