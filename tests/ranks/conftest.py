@@ -1,6 +1,5 @@
 """Nodes that fork ranks, what they load, and the count of the matrix at the end."""
 
-import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -10,10 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "loading"))  # readings of files, the S3 server
 
-import buckets
 import processes
 from matrix import PROPERTY, chosen_day
 from node import Node, node
+from ranges import Served, serving_folder
 from stored import Stored
 
 
@@ -58,8 +57,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 
 
 @pytest.fixture(scope="session")
-def s3() -> Iterator[buckets.Bucket]:
-    """An S3 bucket on this machine."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it writes a line for each of thousands of reads
-    with buckets.serving() as running:
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An S3 bucket on this machine. moto, which other tests read from, takes half a minute for eight ranks."""
+    with serving_folder(tmp_path_factory.mktemp("bucket")) as running:
         yield running

@@ -4,7 +4,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import matrix
 import pytest
 from faults import RANK, spoke
 from node import Done
-from ranges import Served, serving_folder
 
 DEADLINE = 60.0
 """Seconds after which a job is late. Storage that refuses ends it in five, storage that hangs in twenty."""
@@ -47,13 +46,6 @@ both_ways = pytest.mark.parametrize("reader", ["s3", "s3-distributed"])
 @pytest.fixture(scope="module")
 def checkpoint(stored) -> Path:
     return stored.make("tiny", "fp4", "mtp")
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory) -> Iterator[Served]:
-    """Storage that is well; wires to it are not."""
-    with serving_folder(tmp_path_factory.mktemp("bucket")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

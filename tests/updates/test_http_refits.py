@@ -1,6 +1,10 @@
 """A server is brought from A to B and back, and serves what each serves alone; bad updates in between do nothing."""
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 
 import pytest
 import servers_updates as updates
@@ -22,12 +26,33 @@ def refit(serving: Serving, folder: Path, *, flat: bool = False, **body: object)
     return updates.call(serving.server, "/end_weight_update")
 
 
+@contextmanager
+def traffic(server: updates.servers.Server) -> Iterator[list[list[int]]]:
+    """Requests one after the other for the time of the block; the tokens that came. None may fail."""
+    served: list[list[int]] = []
+    ended = Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            served.append(server.generate(updates.PROMPT, updates.TOKENS)["output_ids"])
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            yield served
+        finally:
+            ended.set()
+        asking.result()
+
+
 def test_a_refit_and_back_paused_and_unpaused_serves_what_each_checkpoint_serves(
     drafting: Serving, two_ranks: Serving, two: Two
 ):
     server, (first, second) = drafting.server, (drafting.alone, two_ranks.alone)
     assert first != second
-    ended = refit(drafting, two.second)
+    with traffic(server) as served:
+        ended = refit(drafting, two.second)
+    assert len(served) > 1
     assert ended.success, ended.message
     assert "never written" not in ended.message
     assert updates.logprobs(server) == second  # each bucket flushed the cache
