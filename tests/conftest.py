@@ -20,7 +20,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "thorough: runs with --thorough only")
 
 
+STARTED_ONCE = ("ranks", "refits", "serving", "updates")
+"""Folders whose files share servers or warm processes: one worker takes a folder, and each is started once."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder in STARTED_ONCE else item.path.stem))
     if config.getoption("--thorough"):
         return
     left_out = [item for item in items if item.get_closest_marker("thorough")]
