@@ -123,6 +123,10 @@ class Units:
                 self._open[unit] = set(members)
                 self._alone.discard(unit)
 
+    def states(self, name: str) -> set[bool]:
+        """Of the units that a tensor belongs to, whether they are complete: a set of the answers."""
+        return {unit not in self._open for unit, _ in self._vocabulary.units(name, self._shared)}
+
     def copy(self) -> Units:
         """The same state, to try what a bucket would leave open."""
         other = Units(self._vocabulary, self._shared)

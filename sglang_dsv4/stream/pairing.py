@@ -38,7 +38,9 @@ class Ledger:
 
     `peak` is the maximum of `held` over the load, in bytes. The pair in conversion adds its own inputs and outputs,
     which the stage never keeps. open: whether halves may still wait when a stream ends, since another one follows.
-    room: bytes that may wait yet, in a cell that several ledgers share; None for no bound.
+    room: bytes that may wait yet, in a cell that several ledgers share; None for no bound. checks: whether a half
+    beyond that is refused; not where a whole bucket was judged, of which other halves leave. measures: whether it only
+    counts what would wait, and clones nothing.
     """
 
     held: int = 0
@@ -48,11 +50,13 @@ class Ledger:
     waiting: dict[str, tuple[str, str, torch.Tensor]] = field(default_factory=dict)
     open: bool = False
     room: list[int] | None = None
+    checks: bool = True
+    measures: bool = False
 
     def keep(self, half: Half, name: str, tensor: torch.Tensor) -> None:
         """Let a clone of a half wait for its partner. StreamError where there is no room for it."""
         if self.room is not None:
-            if tensor.nbytes > self.room[0]:
+            if self.checks and tensor.nbytes > self.room[0]:
                 raise StreamError(
                     f"{name} cannot wait for its partner: too much waits already",
                     found=f"{counted(tensor.nbytes, 'byte')}, room for {self.room[0]}",
@@ -60,7 +64,8 @@ class Ledger:
                     remedy=f"Send them nearer to each other, or raise {ROOM_FLAG}.",
                 )
             self.room[0] -= tensor.nbytes
-        self.waiting[half.key] = (half.role, name, tensor.clone())  # the source may reuse its buffer
+        kept = tensor if self.measures else tensor.clone()  # the source may reuse its buffer
+        self.waiting[half.key] = (half.role, name, kept)
         self.held += tensor.nbytes
         self.clones += 1
         self.peak = max(self.peak, self.held)

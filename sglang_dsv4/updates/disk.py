@@ -75,6 +75,7 @@ class Folder:
         part.handed = True
         if runner.state.session is not None:
             runner.state.session.lifetime = reader_of(self.checkpoint).lifetime
+            runner.state.session.lift_bound()
         return self._tensors(part)
 
     def _tensors(self, part: Part) -> Iterator[Named]:

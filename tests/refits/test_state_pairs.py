@@ -350,14 +350,25 @@ def test_a_scale_beside_a_weight_that_came_unquantised_is_left_out(loader, made,
     assert (wrong, digests) == ([], loader.run(jobs.updated, load, [jobs.Update(second, names)]).digests)
 
 
-def test_what_waits_is_bounded_and_the_refusal_says_how(loader, made):
-    room = {"SGLANG_DSV4_PLUGIN_WAITING_BYTES": "4000", **DEQUANT}
+def test_what_waits_is_bounded_and_what_would_exceed_it_is_refused_before_a_write(loader, made):
+    """w1 of one expert has 32768 bytes packed, w2 as many; scales have 2048."""
+    room = {"SGLANG_DSV4_PLUGIN_WAITING_BYTES": "40000", **DEQUANT}
     load = jobs.Load(str(made()), flags=room)
-    step = Step(
-        (NEW_EXPERT[0],), StreamError, "SGLANG_DSV4_PLUGIN_WAITING_BYTES", tuple(name for name, _ in NEW_EXPERT)
-    )
-    wrong, _, _ = loader.run(steps_of, load, str(made(seed=1)), [step, Step(NEW_EXPERT[::-1])])
+    other = EXPERT.replace("w1", "w2")
+    assert other != EXPERT
+    refused = (UpdateError, "SGLANG_DSV4_PLUGIN_WAITING_BYTES")
+    steps = [
+        Step((NORM, NEW_EXPERT[0], (f"{other}.weight", "new")), *refused),
+        Step((NEW_EXPERT[0],), missing=(f"{EXPERT}.scale",)),
+        Step((NEW_EXPERT[0],), missing=(f"{EXPERT}.scale",)),  # in place of the one that waits
+        Step((NORM, (f"{other}.weight", "new")), *refused, (f"{EXPERT}.scale",)),
+        Step(((f"{other}.weight", "new"), NEW_EXPERT[1]), missing=(f"{other}.scale",)),  # one goes as the other comes
+        Step(((f"{other}.scale", "new"), NORM)),
+    ]
+    wrong, digests, _ = loader.run(steps_of, load, str(made(seed=1)), steps)
     assert wrong == []
+    names = ("norm.weight", *(f"{module}.{leaf}" for module in (EXPERT, other) for leaf in ("weight", "scale")))
+    assert digests == loader.run(jobs.updated, load, [jobs.Update(str(made(seed=1)), names)]).digests
 
 
 WHOLE = {"SGLANG_DSV4_PLUGIN_WHOLE_UPDATES": "1"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,33 @@ class Ledgers:
         for ledger in ledgers.all:
             ledger.open, ledger.room = True, shared_bound
         return ledgers
+
+    def measuring(self) -> Ledgers:
+        """Empty ledgers beside these that count what would wait."""
+        ledgers = Ledgers(pair_scales=dict(self.pair_scales))
+        for ledger in ledgers.all:
+            ledger.open = ledger.measures = True
+        return ledgers
+
+    def waiting(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """(role, name, tensor) of every half that waits."""
+        for ledger in self.all:
+            yield from ledger.waiting.values()
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that may wait yet; None for no bound."""
+        return None if self.stacks.room is None else self.stacks.room[0]
+
+    def lift_bound(self) -> None:
+        """Let as much wait as comes."""
+        for ledger in self.all:
+            ledger.room = None
+
+    def check_room(self, checks: bool) -> None:
+        """Whether a half for which there is no room is refused when it comes."""
+        for ledger in self.all:
+            ledger.checks = checks
 
     @property
     def all(self) -> tuple[Ledger, ...]:

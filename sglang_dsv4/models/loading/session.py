@@ -13,7 +13,7 @@ from sglang_dsv4.checkpoint.vocabulary import Units, Vocabulary
 from sglang_dsv4.errors import IncompleteLoadError, NumericsError, UnmatchedPairError, UpdateError
 from sglang_dsv4.models.loading.dtypes import FLOAT_LABELS, label_of, takes
 from sglang_dsv4.models.loading.fallbacks import STRAY_SCALE
-from sglang_dsv4.models.loading.pipeline import Ledgers
+from sglang_dsv4.models.loading.pipeline import Ledgers, stages
 from sglang_dsv4.models.loading.plan import Plan
 from sglang_dsv4.models.loading.proof import may_stay_unwritten, unwritten
 from sglang_dsv4.models.loading.readers import Lifetime
@@ -85,6 +85,7 @@ class Session:
             self._judged = None
             if whole:
                 self.require_pairs(entries_of(weights))
+        self._ledgers.check_room(not isinstance(weights, Sequence))
         accepted: list[str] = []
         stream = select(self.fitting(weights, plan, report, accepted), plan.share, report.skipped)
         touched: set[str] = set()
@@ -109,6 +110,8 @@ class Session:
         vocabulary, plan = self._state.vocabulary, plan or self._state.plan()
         faults = judge(entries, vocabulary, self._state.wiring.kind, plan)
         faults += _unsound_scales(tensors, vocabulary, plan)
+        if not faults and isinstance(tensors, Sequence):
+            self._require_room(tensors, plan)
         if faults:
             raise UpdateError(
                 f"this update does not fit the model that is served ({type(self._state.model).__name__})",
@@ -118,6 +121,43 @@ class Session:
                 details=faults[1:],
             )
         self._judged = tensors  # whoever judges for several models does not want it twice
+
+    def _require_room(self, tensors: Sequence[Named], plan: Plan) -> None:
+        """UpdateError where the halves that wait after this bucket are more than may wait."""
+        vocabulary, units = self._state.vocabulary, self._units.copy()
+        named = [(vocabulary.to_native(name), tensor) for name, tensor in tensors]
+        named = [(native, tensor) for native, tensor in named if not of_another(native, self._state.wiring.kind)]
+        for native, tensor in named:
+            units.add(native, alone=comes_alone(native, label_of(tensor.dtype)))
+        halves = [
+            (native, _as_e8m0(native, tensor, vocabulary, plan))
+            for native, tensor in named
+            if False in units.states(native)
+        ]
+        room = self._ledgers.room
+        if room is None or not halves:
+            return
+        measured, report = self._ledgers.measuring(), self._state.new_report()
+        for _ in stages(select(iter(halves), plan.share, report.skipped), plan, measured, report):
+            pass  # what needs no partner to be written
+        again = {name for _, name, _ in measured.waiting()}
+        released = sum(
+            tensor.nbytes
+            for _, name, tensor in self._ledgers.waiting()
+            if name in again or units.states(name) == {True}
+        )
+        if measured.held > room + released:
+            raise UpdateError(
+                "too much of this update waits for its other half",
+                found=f"{counted(measured.held, 'byte')} of this call to wait, room for {room + released}",
+                expected=f"at most {envs.WAITING_BYTES.name} of halves at any time",
+                remedy="Nothing of this call was written: send weights and their scales nearer to each other, or start "
+                f"with a larger {envs.WAITING_BYTES.name}.",
+            )
+
+    def lift_bound(self) -> None:
+        """Let any number of halves wait: for a source whose order is not its sender's to choose."""
+        self._ledgers.lift_bound()
 
     def missing(self, entries: Iterable[Entry] = ()) -> list[str]:
         """Native names that have to come before the session can end, after a bucket of `entries`: partners of what
@@ -131,7 +171,7 @@ class Session:
                 come.add(native)
         lacking = set(units.missing()) | (self._lost - come)
         if not lacking and not come:
-            lacking = {name for ledger in self._ledgers.all for _, name, _ in ledger.waiting.values()}
+            lacking = {name for _, name, _ in self._ledgers.waiting()}
         return sorted(lacking)
 
     def require_pairs(self, entries: Iterable[Entry] = ()) -> None:
