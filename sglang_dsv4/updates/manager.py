@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import compat
 from sglang_dsv4.checkpoint.names import counted
@@ -15,6 +16,11 @@ from sglang_dsv4.updates.launches import require_updatable, require_whole_module
 from sglang_dsv4.updates.payloads import require_payload_for_each_rank
 from sglang_dsv4.updates.request import Request, Runner, StoppedError, opened, told
 from sglang_dsv4.updates.torn import torn_of
+
+if TYPE_CHECKING:
+    from sglang_dsv4.models.loading.proof import WrittenPart
+    from sglang_dsv4.models.loading.session import Session
+    from sglang_dsv4.models.loading.state import LoaderState
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +92,11 @@ def from_distributed(original: Original, manager: Any, recv_req: Any) -> Any:
 
 
 def from_disk(original: Original, manager: Any, recv_req: Any) -> Any:
-    """AROUND update_weights_from_disk: a session of its own. Refused inside another, unless that tore the weights."""
+    """AROUND update_weights_from_disk: a session of its own. Refused inside another, unless that tore the weights; then
+    a call that succeeds ends it."""
+    aside = _set_aside(manager)
 
     def work(request: Request) -> Any:
-        if manager._session is not None and request.torn.text:
-            _give_up_session(request, manager)
         if manager._session is not None:
             request.refuse(told(_inside_a_session("update_weights_from_disk")))
         try:
@@ -102,10 +108,18 @@ def from_disk(original: Original, manager: Any, recv_req: Any) -> Any:
             runner.state.begin()
         if recv_req.load_format not in (None, AUTO):
             request.runners[0].lines.append(f"load_format {recv_req.load_format} is read as {AUTO}")
+        if aside.session is not None:
+            request.runners[0].lines.append("the session that was open, in which a call failed, was given up")
         output = original(manager, recv_req)
         return _success(output, request) if output.success else output
 
-    return _answered("disk", manager, "all", original, recv_req, work)
+    success = False
+    try:
+        output = _answered("disk", manager, "all", original, recv_req, work)
+        success = output.success
+    finally:
+        aside.settle(manager, ended=success)
+    return output
 
 
 def from_ipc(original: Original, manager: Any, recv_req: Any) -> Any:
@@ -220,6 +234,8 @@ def _success(output: Any, request: Request) -> Any:
         if runner.state.session is not None and (request.road == "end" or runner.sent):
             lines += [f"{runner.role}: {line}" for line in runner.state.end()]
         lines += runner.lines
+        torn = request.torn.lacking(runner.state)
+        lines += [f"{runner.role}: {torn}"] if torn else []
     if request.road == "end" and not any(runner.came for runner in request.runners):
         lines.append("no tensor came; what was written past SGLang (P2P, RDMA) was neither seen nor prepared")
     for line in lines:
@@ -279,12 +295,37 @@ def _inside_a_session(road: str) -> UpdateError:
     )
 
 
-def _give_up_session(request: Request, manager: Any) -> None:
-    """A session that tore the weights has no claim on them any more: a folder may heal them."""
+@dataclass
+class _Aside:
+    """A session that tore the weights, out of the way of a folder that may heal them. session: SGLang's own, or None
+    where nothing was set aside. sessions: that of each model, and what it had written."""
+
+    session: Any = None
+    sessions: list[tuple[LoaderState, Session, dict[str, set[WrittenPart]]]] = field(default_factory=list)
+
+    def settle(self, manager: Any, *, ended: bool) -> None:
+        """Let the session be over, or put it back: a folder that is refused takes nothing from it."""
+        if self.session is None or ended:
+            return
+        manager._session = self.session
+        for state, session, written in self.sessions:
+            state.session, state.written = session, written
+
+
+def _set_aside(manager: Any) -> _Aside:
+    torn = torn_of(manager.scheduler)
+    if manager._session is None or not torn.text:
+        return _Aside()
+    aside = _Aside(manager._session)
     manager._session = None
-    for runner in request.runners:
-        runner.abandon()
-    request.runners[0].lines.append("the session that was open, in which a call failed, was given up")
+    for runner in _runners(manager, "all") or []:
+        session, runner.state.session = runner.state.session, None
+        if session is not None:
+            written = {name: set(parts) for name, parts in runner.state.written.items()}
+            aside.sessions.append((runner.state, session, written))
+            torn.note(runner.state, session.missing())
+            session.close()
+    return aside
 
 
 def _drop_broadcast(manager: Any, recv_req: Any) -> None:

@@ -39,7 +39,7 @@ def named_tensors(payload: Any, load_format: str | None, tp_rank: int) -> list[t
         name, tensor = item
         if not isinstance(tensor, torch.Tensor):
             tensor = _own_part(name, tensor, tp_rank)
-        tensors.append((name, tensor))
+        tensors.append((name, _with_data(name, tensor)))
     return tensors
 
 
@@ -75,6 +75,9 @@ def _unflattened(payload: Any) -> list[tuple[str, torch.Tensor]]:
         raise _no_bucket(payload)
     if flat.dtype != torch.uint8 or flat.dim() != 1:
         raise _bad_metadata("flattened_tensor", f"{flat.dtype}, {flat.dim()} dimensions", "uint8, one dimension")
+    _with_data("flattened_tensor", flat)
+    for meta in metadata:
+        _require_fields(meta)
     end_before, before = 0, ""
     for meta in sorted(metadata, key=lambda meta: (meta.start_idx, meta.end_idx)):
         _require_place(meta, flat.numel())
@@ -84,10 +87,28 @@ def _unflattened(payload: Any) -> list[tuple[str, torch.Tensor]]:
     return [(meta.name, _part(flat, meta)) for meta in metadata]
 
 
+def _with_data(name: str, tensor: Any) -> torch.Tensor:
+    """The tensor, where it is one that can be copied."""
+    if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+        return tensor
+    kind = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+    raise UpdateError(
+        f"{name}: there is no data to copy in what came", found=kind, expected="a dense tensor", remedy=_SEND_PLAINLY
+    )
+
+
+def _require_fields(meta: Any) -> None:
+    kinds = {"name": str, "start_idx": int, "end_idx": int, "shape": Sequence, "dtype": torch.dtype}
+    wrong = [field for field, kind in kinds.items() if not isinstance(getattr(meta, field, None), kind)]
+    if wrong or not all(isinstance(extent, int) for extent in meta.shape):
+        what = ", ".join(wrong) or "shape"
+        raise _bad_metadata(str(getattr(meta, "name", "an entry")), f"no good {what}", "name, places, dtype and shape")
+
+
 def _require_place(meta: Any, length: int) -> None:
     shape = tuple(meta.shape)
-    if not isinstance(meta.dtype, torch.dtype) or any(extent < 0 for extent in shape):
-        raise _bad_metadata(meta.name, f"dtype {meta.dtype}, shape {list(shape)}", "a torch dtype and a shape")
+    if any(extent < 0 for extent in shape):
+        raise _bad_metadata(meta.name, f"shape {list(shape)}", "a shape")
     size = torch.Size(shape).numel() * meta.dtype.itemsize
     if not 0 <= meta.start_idx <= meta.end_idx <= length or meta.end_idx - meta.start_idx != size:
         found = f"bytes {meta.start_idx} to {meta.end_idx} of {length}"

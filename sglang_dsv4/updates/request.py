@@ -181,7 +181,8 @@ class Request:
         return f" Written before it: {', '.join(done)}." if done else ""
 
     def _with_state(self, refusal: str) -> str:
-        untouched = SERVES_ON if UNTOUCHED in refusal else f"{UNTOUCHED}. {SERVES_ON}"
+        serves = self.torn.remedy if self.torn.text else SERVES_ON
+        untouched = serves if UNTOUCHED in refusal else f"{UNTOUCHED}. {serves}"
         earlier = any(runner.state.session is not None and runner.state.session.touched for runner in self.runners)
         more = " What earlier calls of this session wrote stays; the session is open." if earlier else ""
         return f"{refusal}\n{untouched}{more}"

@@ -10,7 +10,7 @@ look like life to /health. With SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 it sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.checkpoint.names import collapse, counted
@@ -42,15 +42,20 @@ class Torn:
     # --- what is torn -------------------------------------------------------------------------------------------------
 
     def mark(self, state: LoaderState, names: Iterable[str]) -> None:
-        """Note what has to come again; the whole model where it cannot be told."""
-        self.suspects.setdefault(state, set()).update(set(names) or state.vocabulary.tensors)
+        """Note what has to come again, each with its other half; the whole model where it cannot be told."""
+        self.suspects.setdefault(state, set()).update(state.together(names))
+
+    def note(self, state: LoaderState, lacking: Collection[str]) -> None:
+        """Note weights of which a session that may end had written a part."""
+        if lacking:
+            self.mark(state, lacking)
 
     def heal(self, state: LoaderState, names: Iterable[str]) -> None:
         """These were written by a call that succeeded. When nothing is left, the server serves again."""
         if state not in self.suspects:
             return
         self.suspects[state] -= set(names)
-        if not self.suspects[state] or (state.session is not None and not state.unwritten()):
+        if not self.suspects[state]:
             del self.suspects[state]
         if not self.suspects:
             self._lift()

@@ -55,7 +55,7 @@ class Session:
 
     def __init__(self, state: LoaderState) -> None:
         self._state = state
-        self._units = Units(state.vocabulary, SHARED_TENSOR_SCALES if state.plan().one_pair_scale else ())
+        self._units = Units(state.vocabulary, shared_roles(state.plan()))
         self._ledgers = Ledgers.of_session(envs.WAITING_BYTES.get())
         self._before = state.written
         state.written = {name: set() for name in state.parameters}
@@ -130,7 +130,7 @@ class Session:
         for native, tensor in named:
             units.add(native, alone=comes_alone(native, label_of(tensor.dtype)))
         halves = [
-            (native, _as_e8m0(native, tensor, vocabulary, plan))
+            (native, _scale_as_stored(native, tensor, vocabulary, plan))
             for native, tensor in named
             if False in units.states(native)
         ]
@@ -243,7 +243,7 @@ class Session:
             if alone:
                 self._ledgers.forget(native.removesuffix(".weight"))
             accepted.append(native)
-            yield native, _as_e8m0(native, tensor, vocabulary, plan)
+            yield native, _scale_as_stored(native, tensor, vocabulary, plan)
         if faults:
             raise UpdateError(
                 "tensors of this update do not fit the model that is served",
@@ -252,6 +252,11 @@ class Session:
                 remedy="The other tensors of this call were written. Send the whole update again.",
                 details=faults[1:],
             )
+
+
+def shared_roles(plan: Plan) -> tuple[str, ...]:
+    """Roles, beside those of activations, that w1 and w3 of an expert have to agree on."""
+    return SHARED_TENSOR_SCALES if plan.one_pair_scale else ()
 
 
 def judge(entries: Iterable[Entry], vocabulary: Vocabulary, kind: ModelKind, plan: Plan) -> list[str]:
@@ -310,20 +315,24 @@ def _unsound_scales(tensors: Iterable[Named], vocabulary: Vocabulary, plan: Plan
         native = vocabulary.to_native(name)
         if native.rpartition(".")[2] in SCALES and label_of(tensor.dtype) in SCALE_LABELS:
             try:
-                check_scale(_as_e8m0(native, tensor.detach(), vocabulary, plan), name=name)
+                check_scale(_scale_as_stored(native, tensor.detach(), vocabulary, plan), name=name)
             except NumericsError as error:
                 faults.append(f"wrong: {error.headline()}")
     return faults
 
 
-def _as_e8m0(native: str, tensor: torch.Tensor, vocabulary: Vocabulary, plan: Plan) -> torch.Tensor:
+def _scale_as_stored(native: str, tensor: torch.Tensor, vocabulary: Vocabulary, plan: Plan) -> torch.Tensor:
     """A scale that the checkpoint has in E8M0 and the update as bytes or, of a packed FP4 expert, as values: as E8M0.
 
-    Any other tensor as it is. NumericsError for values that are no powers of two.
+    Another one in BF16 or F16, where the checkpoint has it otherwise: in F32, which every conversion takes, SGLang's
+    of fused shared experts too. Any other tensor as it is. NumericsError for values that are no powers of two.
     """
     import torch
 
     stored = vocabulary.tensors.get(native)
+    short = tensor.dtype in (torch.bfloat16, torch.float16) and native.rpartition(".")[2] in SCALES
+    if short and stored is not None and stored.dtype != label_of(tensor.dtype):
+        tensor = tensor.float()
     if tensor.dtype == torch.float8_e8m0fnu or stored is None or stored.dtype != "F8_E8M0":
         return tensor
     if tensor.element_size() == 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from sglang_dsv4.models.loading.plan import Plan, make_plan
 from sglang_dsv4.models.loading.proof import WrittenPart, is_fused_experts, unwritten
 from sglang_dsv4.models.loading.readers import Lifetime
 from sglang_dsv4.models.loading.report import LoadReport
-from sglang_dsv4.models.loading.session import Session
+from sglang_dsv4.models.loading.session import Session, of_another, shared_roles
 from sglang_dsv4.models.loading.source import Source, take_pending
 from sglang_dsv4.models.loading.wiring import Wiring
 from sglang_dsv4.models.loading.writer import Writer, writing
@@ -199,6 +199,16 @@ class LoaderState:
     def unwritten(self) -> list[str]:
         """Every parameter, or part of one, that no load has ever written and some should have; indices collapsed."""
         return unwritten(self.parameters, self.modules, self.written, self.wiring, self.known.own)
+
+    def together(self, names: Iterable[str]) -> set[str]:
+        """Native names of this model with all that belongs to one weight with them; every name where none is given."""
+        found = set(names)
+        if not found:
+            return {name for name in self.vocabulary.tensors if not of_another(name, self.wiring.kind)}
+        shared = shared_roles(self.plan())
+        for name in list(found):
+            found.update(*(members for _, members in self.vocabulary.units(name, shared)))
+        return found
 
     def derive(self, touched: set[str]) -> None:
         """Make anew what SGLang derives from parameters that were written, in the memory that it has."""

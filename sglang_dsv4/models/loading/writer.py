@@ -67,10 +67,10 @@ class Writer:
                 expected="one of the model's expert parameters",
                 remedy="The experts on disk and those SGLang allocated differ: run `sglang-dsv4 check` on it.",
             )
-        self._touched.add(place.parameter)
         form = self._state.stored.get(place.parameter, parameter)
         # Judged here and not on the other thread, where an error would meet a later tensor.
         fitting = tensor if self._becomes_fp4(place, tensor) else as_stored(place.parameter, form, tensor)
+        self._touched.add(place.parameter)
         if tensor.nbytes > INLINE_BYTES and self._outlives(name):
             self._pool.submit(tensor.nbytes, self._put, place, parameter, fitting)
         else:
