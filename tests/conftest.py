@@ -17,6 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FolderLifetime())
     config.addinivalue_line("markers", "thorough: runs with --thorough only")
 
 
@@ -33,6 +34,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("thorough")]
     items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     config.hook.pytest_deselected(items=left_out)
+
+
+class FolderLifetime:
+    """Ends what fixtures of a folder have started, servers and warm processes, with the last test of the folder: all
+    of them together would not fit into memory. A plugin, since fixtures of a session ask no conftest of a folder."""
+
+    def __init__(self) -> None:
+        self._started: list[tuple[pytest.FixtureDef, pytest.FixtureRequest]] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> None:
+        if fixturedef.scope == "session" and Path(fixturedef.baseid).name in STARTED_ONCE:
+            self._started.append((fixturedef, request))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        if nextitem is None or nextitem.path.parent != item.path.parent:
+            while self._started:
+                definition, request = self._started.pop()
+                definition.finish(request)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ def resolved(model: str, arch: str, option: str) -> str:
     from sglang_dsv4.models.loading.rank import parallel_context, server_arguments
 
     with (
+        patch.dict("os.environ"),  # a decision writes flags for the children of its process
         patch("sglang_dsv4.decisions.resolution.detect_arch", lambda: arch),
         parallel_context([*server_arguments(model, log_level="error")]) as server_args,
     ):
