@@ -183,7 +183,7 @@ def as_on_a_gpu(job: jobs.Load, differing: bool) -> jobs.Loaded:
 
     with (
         patch.object(Decision, "raise_if_refused", lambda self: None),
-        patch.object(DefaultModelLoader, "postprocess_weights", staticmethod(lambda model, device: None)),
+        patch.object(DefaultModelLoader, "postprocess_weights", staticmethod(lambda model, target_device: None)),
         patch.object(plan, "_runs_marlin", lambda: not differing),
     ):
         return jobs.load(job)

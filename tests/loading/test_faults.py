@@ -112,30 +112,3 @@ def test_no_more_bytes_than_allowed_wait_to_be_copied(loader, made, plain, flags
     largest = max(len(tensor.data) for tensor in shards.tensors(checkpoint).values())
     allowed = {"0": 0, "1": 1, "40000": 40_000, "1 MiB": 1 << 20}[limit]
     assert 0 < found.report["in_flight_peak_bytes"] <= max(allowed, 2 * largest)
-
-
-def queued(job: jobs.Load) -> dict[str, bool]:
-    """Name of every tensor that SGLang was handed -> whether it was free to queue it."""
-    from sglang.srt.model_loader.utils import should_async_load
-
-    from sglang_dsv4.models.loading import session
-
-    found: dict[str, bool] = {}
-    original = session.consumed_at_once
-
-    def watched(stream, plan, *, mapped):
-        for name, tensor in original(stream, plan, mapped=mapped):
-            found[name] = should_async_load(tensor)
-            yield name, tensor
-
-    with patch.object(session, "consumed_at_once", watched):
-        jobs.load(job)
-    return found
-
-
-def test_what_was_expanded_does_not_wait_in_an_unbounded_queue(loader, made):
-    found = loader.run(queued, jobs.Load(str(made(scales="float32"))))
-    compressors = {name: waits for name, waits in found.items() if ".compressor.w" in name}
-    assert compressors
-    assert not any(compressors.values())
-    assert found["layers.1.attn.wq_b.weight"]  # a view of the file

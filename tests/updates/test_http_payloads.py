@@ -37,7 +37,7 @@ def shifted(entry, **changes):
         (shifted(0, start_idx=-3, end_idx=0), "a: the metadata"),
         (shifted(1, start_idx=1, end_idx=9), "bytes from 1; expected from 3, where a ends"),
         (shifted(1, shape=torch.Size([3])), "expected 12 bytes of torch.float32"),
-        (shifted(1, dtype="float32"), "a torch dtype and a shape"),
+        (shifted(1, dtype="float32"), "b: the metadata of this bucket is wrong; found no good dtype"),
         ({"flattened_tensor": torch.ones(4), "metadata": []}, "flattened_tensor: the metadata"),
         ({"metadata": []}, "brings no bucket"),
         (None, "brings no bucket"),
