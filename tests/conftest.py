@@ -1,6 +1,7 @@
 """Fixtures that every folder of tests uses."""
 
 import datetime
+import zlib
 from pathlib import Path
 
 import pytest
@@ -19,21 +20,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FolderLifetime())
     config.addinivalue_line("markers", "thorough: runs with --thorough only")
+    config.addinivalue_line("markers", "in_turns(parts): of many cases alike, each day takes one part; --thorough all")
 
 
 STARTED_ONCE = ("ranks", "refits", "serving", "updates")
 """Folders whose files share servers or warm processes: one worker takes a folder, and each is started once."""
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """`--dist loadgroup` finds no groups with pytest 9.2: it writes them where node ids are no longer kept."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByRoom(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return room_of(nodeid)
+
+    return ByRoom(config, log)
+
+
+def room_of(nodeid: str) -> str:
+    """What one worker takes whole: a folder of `STARTED_ONCE`, or a file."""
+    file = nodeid.partition("::")[0]
+    folder = Path(file).parent
+    return str(folder) if folder.name in STARTED_ONCE else file
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder in STARTED_ONCE else item.path.stem))
     if config.getoption("--thorough"):
         return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
-    items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    today = datetime.date.fromisoformat(config.getoption("--day")).toordinal()
+    left_out = [item for item in items if not has_its_turn(item, today)]
+    items[:] = [item for item in items if has_its_turn(item, today)]
     config.hook.pytest_deselected(items=left_out)
+
+
+def has_its_turn(item: pytest.Item, today: int) -> bool:
+    """Whether a case runs today. By a sum over its name: a stride would meet the same value of a parameter again."""
+    if item.get_closest_marker("thorough"):
+        return False
+    turns = item.get_closest_marker("in_turns")
+    return turns is None or (zlib.crc32(item.nodeid.encode()) + today) % turns.args[0] == 0
 
 
 class FolderLifetime:
