@@ -19,6 +19,7 @@ PLACES = [(key,) for key in (*RULES, *V41_IN_V4, *SIZES.values(), *NESTED, "mode
 ]
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("place", PLACES, ids=".".join)
 def test_check_and_load_agree(loader, made, tmp_path, place):
     """Every value that passes is loaded, and one of those that do not."""

@@ -26,6 +26,7 @@ def remote(bucket, made) -> str:
     return bucket.upload(made(draft="mtp"), "faults")
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("streamer", ["loader", "old_streamer"])
 def test_the_streamer_reads_again_what_broke_off(request, made, plain, bucket, remote, streamer):
     with buckets.wire(bucket.endpoint, cut=10_000, times=3) as wire:
@@ -42,6 +43,7 @@ def test_object_storage_needs_no_load_format(loader, remote, bucket):
     assert json.loads(said.out)["ok"]
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("streamer", ["loader", "old_streamer"])
 def test_a_connection_that_always_breaks_ends_the_load(request, bucket, remote, streamer):
     with buckets.wire(bucket.endpoint, cut=10_000) as wire:

@@ -14,6 +14,7 @@ def how(model: str) -> dict:
     return {"draft": model != TARGET, "arguments": jobs.NEXTN if model == NEXTN else ()}
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("order", poison.ORDERS)
 @pytest.mark.parametrize("flags", [{}, DEQUANT], ids=["fp4", "dequant"])
 @pytest.mark.parametrize("fused", [(), jobs.FUSED], ids=["separate", "fused"])

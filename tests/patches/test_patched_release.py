@@ -23,6 +23,7 @@ def test_the_patched_release_keeps_its_promises(tmp_path):
     assert overlay.passed(output), output
 
 
+@pytest.mark.in_turns(2)
 def test_every_added_test_file_fails_on_the_unpatched_release(tmp_path):
     folder = tmp_path / "unpatched"
     overlay.build(folder, code=False)

@@ -55,6 +55,7 @@ def dump(log: Path) -> Path:
     return log.with_suffix(".safetensors")
 
 
+@pytest.mark.in_turns(3)
 def test_packed_experts_and_a_wo_a_by_table(patched, tmp_path):
     log = tmp_path / "packed.log"
     said = recite(patched, RECITING, log, FLAGS)
@@ -62,6 +63,7 @@ def test_packed_experts_and_a_wo_a_by_table(patched, tmp_path):
     assert oracle.differences(oracle.state(RECITING), load_file(dump(log))) == []
 
 
+@pytest.mark.in_turns(3)
 def test_converted_experts_beside_a_draft(patched, tmp_path):
     """The target drops what is the draft's, the draft reads its own shards, and both convert their experts."""
     checkpoint, log = tmp_path / "checkpoint", tmp_path / "draft.log"
@@ -74,6 +76,7 @@ def test_converted_experts_beside_a_draft(patched, tmp_path):
     )
 
 
+@pytest.mark.in_turns(3)
 def test_a_contradiction_ends_the_start(patched, tmp_path):
     """Unpatched, SGLang overrules the one flag because the other is set, and serves."""
     flags = FLAGS | {"SGLANG_DSV4_FP4_EXPERTS": "0", "SGLANG_DSV4_FP4_DEQUANT": "0"}

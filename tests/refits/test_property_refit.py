@@ -104,6 +104,7 @@ def require_fresh(done: list[refits.Refitted], expected: list[dict[str, str]]) -
         assert not [line for line in part.said if line.startswith("never written")]
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("held", ALL, indirect=True, ids=["-".join(names) for names in ALL])
 def test_a_refit_leaves_what_a_fresh_load_leaves(made, held):
     name, running, expected = held
@@ -151,6 +152,7 @@ def world(function: Callable, server: Server, *arguments: object) -> list[Task]:
     return [Task(function, (server, rank, port, *arguments), flags) for rank in range(RANKS)]
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(("name", "process", "parallel"), OF_RANKS, ids=["-".join(names) for names in OF_RANKS])
 def test_so_does_a_refit_of_two_ranks(request, made, name, process, parallel):
     node = request.getfixturevalue(process)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import oracle
+import pytest
 import servers
 from safetensors.torch import load_file
 
@@ -26,6 +27,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.in_turns(2)
 def test_engine(server: servers.Server, checkpoint: Path, recited: str, tmp_path: Path) -> None:
     """The Python engine gives what the server gives, with upstream's classes and then with ours."""
     start, tokens = recited[:30], 40
@@ -48,6 +50,7 @@ def test_engine(server: servers.Server, checkpoint: Path, recited: str, tmp_path
         assert oracle.differences(expected, load_file(tmp_path / f"{impl}.safetensors")) == []
 
 
+@pytest.mark.in_turns(2)
 def test_a_draft_beside_converted_experts(checkpoint: Path, recited: str, tokenizer, tmp_path: Path) -> None:
     """NextN proposes, the target decides: the tokens are the target's own, whatever the draft says."""
     folder, parameters = tmp_path / "checkpoint", tmp_path / "parameters.safetensors"

@@ -24,6 +24,7 @@ def of_quark(source: Path, folder: Path) -> None:
     make_tiny(folder, Options(names="quark", source=source))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("write", [saved_by_transformers, of_quark])
 def test_another_dialect_recites(checkpoint, recited, tmp_path, write):
     folder = tmp_path / "checkpoint"

@@ -7,6 +7,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,9 +72,17 @@ def call(server: servers.Server, path: str, body: dict[str, Any] | None = None, 
 
 def serialised(payload: Any, ranks: int = 1) -> list[str]:
     """A payload for each rank, as SGLang's client sends it."""
+    return [base64.b64encode(_shared(payload)).decode() for _ in range(ranks)]
+
+
+def _shared(payload: Any) -> bytes:
+    """torch waits one second for its process that shares memory, which is short on a busy machine."""
     from sglang.srt.utils import MultiprocessingSerializer
 
-    return [base64.b64encode(MultiprocessingSerializer.serialize(payload)).decode() for _ in range(ranks)]
+    for _ in range(5):
+        with suppress(RuntimeError):
+            return MultiprocessingSerializer.serialize(payload)
+    return MultiprocessingSerializer.serialize(payload)
 
 
 def send(server: servers.Server, named: Named, ranks: int = 1, **body: Any) -> Answer:
