@@ -77,8 +77,8 @@ LAUNCH = ("-m", "sglang.launch_server")
 def command(
     model: Path | str, *arguments: str, port: int, model_impl: str = OURS, start: Sequence[str] = LAUNCH
 ) -> list[str]:
-    """The command line of a server; ``start``: what Python runs."""
-    first = [sys.executable, *start, "--model-path", str(model), "--model-impl", model_impl]
+    """The command line of a server; ``start``: what Python runs. Idle, its scheduler would keep a core busy."""
+    first = [sys.executable, *start, "--model-path", str(model), "--model-impl", model_impl, "--sleep-on-idle"]
     return [*first, "--host", "127.0.0.1", "--port", str(port), *arguments]
 
 
