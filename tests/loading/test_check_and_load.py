@@ -86,7 +86,7 @@ CROSSED = [
 ]
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns(6)
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 @pytest.mark.parametrize(("layout", "flags"), CROSSED)
 def test_layouts_and_flags(loader, made, layout, flags, arguments):

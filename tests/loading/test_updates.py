@@ -16,7 +16,7 @@ def job(made, kind, flags, **how):
     return Load(str(made(draft=CLASSES[kind])), draft=kind != "target", arguments=arguments, flags=flags, **how)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("postprocess", [False, True], ids=["tensors", "disk"])
 @pytest.mark.parametrize("process", ["loader", "keeping_loader"], ids=["wo_a-bf16", "wo_a-fp8"])
 @pytest.mark.parametrize("flags", [{}, DEQUANT], ids=["fp4", "dequant"])

@@ -108,6 +108,7 @@ LASTING = {
 }
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     ("kind", "reader"), [*faulty(LASTING, "s3"), *faulty(("403", "short", "silent"), "s3-distributed")]
 )

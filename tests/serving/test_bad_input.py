@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,21 +113,12 @@ def _session(process: psutil.Process) -> int | None:
         return None
 
 
-@pytest.fixture(scope="module")
-def ended(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """Every case, two starts at a time."""
-    root = tmp_path_factory.mktemp("spoilt")
-    folders = []
-    for name, case in CASES.items():
-        shutil.copytree(tiny_checkpoint, root / name)
-        folders.append(case.spoil(root / name))
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(CASES, pool.map(start, folders), strict=True))
-
-
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", CASES)
-def test_a_broken_checkpoint_ends_the_start_with_one_plain_message(ended: dict[str, Ended], name: str):
-    case, run = CASES[name], ended[name]
+def test_a_broken_checkpoint_ends_the_start_with_one_plain_message(tiny_checkpoint: Path, tmp_path: Path, name: str):
+    case = CASES[name]
+    shutil.copytree(tiny_checkpoint, tmp_path / name)
+    run = start(case.spoil(tmp_path / name))
     assert run.returncode == 1, run.stderr[-2000:]
     assert run.left == []
     assert "Traceback" not in run.stderr

@@ -74,6 +74,7 @@ def changed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return folder, chosen
 
 
+@pytest.mark.in_turns(2)
 def test_one_byte_of_every_kind_is_caught(checkpoint: Path, changed, tmp_path: Path) -> None:
     folder, chosen = changed
     parameters = tmp_path / "parameters.safetensors"

@@ -70,7 +70,7 @@ def same_answer(run, warm, monkeypatch, folder, flags: dict[str, str], options: 
     return refusals
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns(6)
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_layouts_and_flags(run, warm, tiny, monkeypatch, layout, flag):
