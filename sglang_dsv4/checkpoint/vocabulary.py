@@ -5,7 +5,7 @@ Read once, when the model is built, and kept: an update opens no file, and the c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from sglang_dsv4.checkpoint.dialects import DIALECTS, Dialect
@@ -28,6 +28,13 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Unit(NamedTuple):
+    """Tensors that have to come together: a name for them, and their native names."""
+
+    name: str
+    members: frozenset[str]
+
+
 class Vocabulary:
     """Every tensor of one checkpoint.
 
@@ -44,8 +51,12 @@ class Vocabulary:
             if dialect.knows(info.name):
                 stored = Stored(info.dtype, info.shape)
                 self.tensors[dialect.to_native(info.name)] = kinds.setdefault(stored, stored)
-        leaves = {name.rpartition(".")[2] for name in self.tensors}
-        self._roles = [leaf for leaf in sorted(leaves) if role(leaf) in PAIRED]
+        together: dict[str, list[str]] = {}
+        for name in self.tensors:
+            module = _module(name)
+            if module is not None:
+                together.setdefault(module, []).append(name)
+        self._units = {module: Unit(module, frozenset(names)) for module, names in together.items() if len(names) > 1}
 
     def to_native(self, name: str) -> str:
         """The native name; a name that no dialect knows comes back as it is."""
@@ -60,28 +71,30 @@ class Vocabulary:
             self._read[name] = native
         return native
 
-    def units(self, name: str, shared: Collection[str] = ()) -> Iterator[tuple[str, frozenset[str]]]:
-        """What a tensor has to come with: for each unit its name, and the native names of all its members.
+    def units(self, name: str, shared: Collection[str] = ()) -> tuple[Unit, ...]:
+        """What a tensor has to come with.
 
         A quantised weight and its scales are a unit, of one expert or of a stack. So are the scales of w1 and w3 of one
         expert of which SGLang keeps one: those of activations, and `shared`, further roles.
         """
-        module, _, leaf = name.rpartition(".")
-        part = role(leaf)
-        members = frozenset[str]()
-        if part in PAIRED:
-            members = frozenset(other for leaf in self._roles if (other := f"{module}.{leaf}") in self.tensors)
-        elif (stack := stack_name(name)) is not None:
-            module = stack.module
-            members = frozenset(other for other in (module, f"{module}_scale") if other in self.tensors)
-        if len(members) > 1:
-            yield module, members
-        expert = expert_name(name) if part in ACTIVATION_SCALES or part in shared else None
+        unit = self._units.get(_module(name) or "")
+        units = () if unit is None else (unit,)
+        if (part := name.rpartition(".")[2]) not in shared and part not in ACTIVATION_SCALES:
+            return units
+        expert = expert_name(name)
         if expert is None or expert.is_shared or expert.projection not in GATE_AND_UP:
-            return
-        both = frozenset(f"{expert.expert}.{projection}.{leaf}" for projection in GATE_AND_UP)
-        if both <= self.tensors.keys():
-            yield f"{expert.expert}.{leaf}", both
+            return units
+        both = frozenset(f"{expert.expert}.{projection}.{part}" for projection in GATE_AND_UP)
+        return (*units, Unit(f"{expert.expert}.{part}", both)) if both <= self.tensors.keys() else units
+
+
+def _module(name: str) -> str | None:
+    """What a quantised weight and its scales share, or a stack of experts and its scales; None for another tensor."""
+    module, _, leaf = name.rpartition(".")
+    if role(leaf) in PAIRED:
+        return module
+    stack = stack_name(name)
+    return None if stack is None else stack.module
 
 
 class Units:
@@ -110,7 +123,9 @@ class Units:
                 if not name.endswith(".weight"):
                     return False
                 self._alone.discard(unit)
-            lacking = self._open.setdefault(unit, set(members))
+            lacking = self._open.get(unit)
+            if lacking is None:
+                lacking = self._open[unit] = set(members)
             lacking.discard(name)
             if not lacking:
                 del self._open[unit]

@@ -6,8 +6,9 @@ A scale multiplies, under every name it has (`.scale`, `.weight_scale_inv`, `.we
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from sglang_dsv4.errors import DAMAGED_SCALE, NumericsError
@@ -64,6 +65,21 @@ def check_scale(scale: torch.Tensor, *, name: str) -> None:
         fine = (values >= 0) & (values < torch.inf)
     if not bool(fine.all()):
         _refuse_scale(scale, fine, name)
+
+
+def no_code_is_nan(scales: Iterable[torch.Tensor]) -> bool:
+    """Whether no E8M0 scale of many, float8_e8m0fnu or uint8, holds a NaN. Asked once for each device, since a question
+    costs more than the few bytes of a scale; on the CPU of numpy, since torch would wake its threads."""
+    elsewhere: dict[torch.device, list[torch.Tensor]] = {}
+    here: list[np.ndarray] = []
+    for scale in scales:
+        codes = e8m0_bytes(scale)
+        if codes.is_cpu:
+            here.append(codes.numpy().ravel())
+        else:
+            elsewhere.setdefault(codes.device, []).append(codes.reshape(-1))
+    largest = [int(torch.cat([*codes, codes[0].new_zeros(1)]).max()) for codes in elsewhere.values()]
+    return E8M0_NAN not in (*largest, int(np.concatenate(here).max(initial=0)) if here else 0)
 
 
 def _refuse_scale(scale: torch.Tensor, fine: torch.Tensor, name: str) -> None:

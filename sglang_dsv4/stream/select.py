@@ -69,6 +69,8 @@ class Share:
         number = rest.partition(".")[0]
         if number.isdigit() and int(number) not in self.layers:
             return why
+        if not self.experts:
+            return None
         expert = expert_name(name)
         if expert is None or expert.number is None or LEAVES.get(expert.leaf, expert.leaf) in self.of_all_experts:
             return None

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sglang_dsv4.errors import NumericsError
-from sglang_dsv4.numerics.scales import e8m0_bytes, e8m0_to_float32, infer_block, scale_as
+from sglang_dsv4.numerics.scales import e8m0_bytes, e8m0_to_float32, infer_block, no_code_is_nan, scale_as
 
 ALL = torch.arange(255, dtype=torch.uint8)
 VALUES = torch.from_numpy(np.array([2.0 ** (byte - 127) for byte in range(255)], np.float32))
@@ -90,3 +90,12 @@ def test_block_size(weight, scale, configured, expected):
 def test_contradictory_block_size_is_refused(weight, scale, configured):
     with pytest.raises(NumericsError, match="w: the block scale does not fit its weight"):
         infer_block(weight, scale, configured, name="w")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_one_nan_among_many_scales_is_seen(dtype):
+    scales = [torch.full((rows, 3), 127 + rows, dtype=torch.uint8).t() for rows in (0, 1, 2)]
+    assert no_code_is_nan([scale.view(dtype) for scale in scales])
+    scales[2][1, 1] = 255
+    assert not no_code_is_nan([scale.view(dtype) for scale in scales])
+    assert no_code_is_nan([])

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from sglang_dsv4 import envs
 from sglang_dsv4.checkpoint.expert_names import expert_name
 from sglang_dsv4.checkpoint.names import collapse, counted, is_draft, split_indices
@@ -18,13 +20,11 @@ from sglang_dsv4.models.loading.plan import Plan
 from sglang_dsv4.models.loading.proof import may_stay_unwritten, unwritten
 from sglang_dsv4.models.loading.readers import Lifetime
 from sglang_dsv4.models.loading.report import LoadReport
-from sglang_dsv4.numerics.scales import check_scale, scale_as
+from sglang_dsv4.numerics.scales import BYTE_DTYPES, check_scale, no_code_is_nan, scale_as
 from sglang_dsv4.stream.audit import SCALES
 from sglang_dsv4.stream.select import select
 
 if TYPE_CHECKING:
-    import torch
-
     from sglang_dsv4.checkpoint.modules import ModelKind
     from sglang_dsv4.models.loading.state import LoaderState
     from sglang_dsv4.stream import Named, Stream
@@ -33,6 +33,9 @@ OTHER_MODEL = "belongs to another model of this server"
 
 SCALE_LABELS = frozenset({"F8_E8M0", "F8_E4M3", "U8", "I8", *FLOAT_LABELS})
 """Dtypes that scales come in."""
+
+MOST_GROWTH = 4
+"""Bytes that wait for each that comes, at most: packed FP4 may do so in BF16."""
 
 SHARED_TENSOR_SCALES = ("weight_scale_2", "weight_global_scale")
 """Roles of an NVFP4 expert's scale of a whole tensor, where SGLang keeps one for w1 and w3."""
@@ -124,6 +127,9 @@ class Session:
 
     def _require_room(self, tensors: Sequence[Named], plan: Plan) -> None:
         """UpdateError where the halves that wait after this bucket are more than may wait."""
+        room = self._ledgers.room
+        if room is None or MOST_GROWTH * sum(tensor.nbytes for _, tensor in tensors) <= room:
+            return  # there is room for all of it
         vocabulary, units = self._state.vocabulary, self._units.copy()
         named = [(vocabulary.to_native(name), tensor) for name, tensor in tensors]
         named = [(native, tensor) for native, tensor in named if not of_another(native, self._state.wiring.kind)]
@@ -134,8 +140,7 @@ class Session:
             for native, tensor in named
             if False in units.states(native)
         ]
-        room = self._ledgers.room
-        if room is None or not halves:
+        if not halves:
             return
         measured, report = self._ledgers.measuring(), self._state.new_report()
         for _ in stages(select(iter(halves), plan.share, report.skipped), plan, measured, report):
@@ -310,14 +315,21 @@ def _fault(entry: Entry, native: str, seen: set[str], vocabulary: Vocabulary, pl
 
 def _unsound_scales(tensors: Iterable[Named], vocabulary: Vocabulary, plan: Plan) -> list[str]:
     """A line for every scale that is NaN, infinite or negative somewhere, or that E8M0 cannot hold and has to."""
-    faults = []
+    scales = []
     for name, tensor in tensors:
         native = vocabulary.to_native(name)
         if native.rpartition(".")[2] in SCALES and label_of(tensor.dtype) in SCALE_LABELS:
-            try:
-                check_scale(_scale_as_stored(native, tensor.detach(), vocabulary, plan), name=name)
-            except NumericsError as error:
-                faults.append(f"wrong: {error.headline()}")
+            scales.append((name, native, tensor.detach() if tensor.requires_grad else tensor))
+    codes = [tensor for *_, tensor in scales if tensor.dtype in BYTE_DTYPES]
+    sound = no_code_is_nan(codes)
+    faults = []
+    for name, native, tensor in scales:
+        if sound and tensor.dtype in BYTE_DTYPES:
+            continue
+        try:
+            check_scale(_scale_as_stored(native, tensor, vocabulary, plan), name=name)
+        except NumericsError as error:
+            faults.append(f"wrong: {error.headline()}")
     return faults
 
 
@@ -327,8 +339,6 @@ def _scale_as_stored(native: str, tensor: torch.Tensor, vocabulary: Vocabulary, 
     Another one in BF16 or F16, where the checkpoint has it otherwise: in F32, which every conversion takes, SGLang's
     of fused shared experts too. Any other tensor as it is. NumericsError for values that are no powers of two.
     """
-    import torch
-
     stored = vocabulary.tensors.get(native)
     short = tensor.dtype in (torch.bfloat16, torch.float16) and native.rpartition(".")[2] in SCALES
     if short and stored is not None and stored.dtype != label_of(tensor.dtype):
