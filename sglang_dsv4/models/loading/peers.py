@@ -27,7 +27,8 @@ LISTEN_PERIOD = 1.0
 """Seconds between two looks at what the other ranks read: the store that tells it ends with rank 0."""
 
 GRACE = 3.0
-"""Seconds that a survivor waits for the end of a rank to show, when a meeting has failed."""
+"""Seconds that a survivor waits for the end of a rank to show, when a meeting has failed; and that rank 0, with which
+all word ends, waits for the others to hear its own."""
 
 LEAVING = 30.0
 """Seconds that a rank has to leave word after it left a shared read: closing its reader may wait for storage."""
@@ -35,7 +36,7 @@ LEAVING = 30.0
 FAKE_BACKEND = "fake"
 """torch's process group without peers, in which one rank of many loads alone (rank.py)."""
 
-_READING, _GAVE_UP, _RANK = "reading", "gave up", "rank"
+_READING, _GAVE_UP, _HEARD, _RANK = "reading", "gave up", "heard", "rank"
 
 
 class Rank(NamedTuple):
@@ -116,7 +117,9 @@ class Peers:
         """What is known of a rank that has ended or given up; None when all seem well for `wait` seconds."""
         deadline = time.monotonic() + wait
         while not self.alone:
-            found = self._gave_up() or self._ended()
+            found = self._gave_up()
+            if found is None and (ended := self._ended()) is not None:
+                found = self._gave_up() or ended  # it may have left word in between
             if found is not None or time.monotonic() >= deadline:
                 return found
             time.sleep(0.1)
@@ -127,6 +130,7 @@ class Peers:
             if store.check([_GAVE_UP]):
                 who, _, why = store.get(_GAVE_UP).decode().partition("\n")
                 if who != str(self.me):
+                    store.set(f"{_HEARD} {self.me.number}", "")
                     return LostRankError(
                         f"{who} gave up this load",
                         found=why,
@@ -224,6 +228,11 @@ def _give_up(peers: Peers, why: str) -> None:
     with _quiet_store() as store:
         if not store.check([_GAVE_UP]):  # who stops with another rank is not the first
             store.set(_GAVE_UP, f"{peers.me}\n{why}")
+        if peers.me.number == 0:  # the store ends with it
+            keys = [f"{_HEARD} {rank.number}" for rank in peers.everyone if rank.number != 0]
+            deadline = time.monotonic() + GRACE
+            while keys and time.monotonic() < deadline and not store.check(keys):
+                time.sleep(0.05)
 
 
 def _world_size() -> int:
